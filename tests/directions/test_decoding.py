@@ -139,3 +139,40 @@ def test_other_prompts_and_a_lens(model, trace):
         tlc.directions.decode(trace, 0, K, others=["w1"])
     with pytest.raises(ValueError, match="layer"):
         tlc.directions.decode(trace, 5, K)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "olmo2", "exaone4"])
+def test_heads_are_what_they_add_behind_a_norm(architecture, tokenizer_folder):
+    """Of the stream of the original model: the weights of its norm by hand."""
+    original = tiny.huggingface_model(architecture)
+    traced = tlc.trace(tiny.bridge(original, tokenizer_folder), tiny.TOKENS)
+    layer = tiny.layers_of(original)[0]
+    seen = {}
+
+    def note_z(_, args):
+        seen["z"] = args[0][0, -1]
+
+    def note_norm(_, args, output):
+        seen["attended"] = args[0][0, -1]
+        seen["written"] = output[0, -1]
+
+    layer.self_attn.o_proj.register_forward_pre_hook(note_z)
+    layer.post_attention_layernorm.register_forward_hook(note_norm)
+    with torch.no_grad():
+        original(torch.tensor([tiny.TOKENS]))
+    W_O = layer.self_attn.o_proj.weight.detach().unflatten(1, (4, -1))
+    heads = torch.einsum("dhz,hz->hd", W_O, seen["z"].unflatten(0, (4, -1)))
+    norm = layer.post_attention_layernorm
+    weight = norm.weight.detach() + (1 if architecture == "gemma2" else 0)
+    epsilon = norm.eps if architecture == "gemma2" else norm.variance_epsilon
+    added = heads * weight / (seen["attended"].square().mean() + epsilon).sqrt()
+    torch.testing.assert_close(added.sum(0), seen["written"], atol=1e-4, rtol=1e-3)
+
+    decoded = tlc.directions.decode(traced, 1, K, n_draws=2)
+    read = block_directions(traced, 1, K).read
+    places = [decoded.components.index(f"L0H{head}") for head in range(4)]
+    torch.testing.assert_close(
+        decoded.reads[:, places], (added @ read).mT, atol=1e-4, rtol=1e-3
+    )
+    # All of the stream is one component or another.
+    assert float(decoded.reads[:, -1].abs().max()) < 1e-4

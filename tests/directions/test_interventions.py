@@ -268,3 +268,54 @@ def test_a_subspace_of_another_model_is_refused(trace, tokenizer_folder):
         unknown.hooks(None)
     with pytest.raises(ValueError, match='`side` must be "read" or "write"'):
         unknown.hooks(trace.model, "both")
+
+
+class Autoencoder(torch.nn.Module):
+    """What SAELens puts in the place of a hook point."""
+
+    def __init__(self, d: int, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.encoder = torch.nn.Linear(d, 4 * d)
+            self.decoder = torch.nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        return x + self.decoder(self.encoder(x).relu())
+
+
+@pytest.mark.parametrize(
+    "place", ["blocks.0.mlp.hook_out", "blocks.0.hook_out", "blocks.1.hook_in"]
+)
+def test_directions_made_with_a_module_spliced_in_are_refused_without_it(
+    place, tokenizer_folder
+):
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    path, _, name = place.rpartition(".")
+    part = model.get_submodule(path)
+    original = getattr(part, name)
+    without = tlc.trace(model, TOKENS)
+    assert "spliced" not in without.provenance
+
+    spliced_in = Autoencoder(32)
+    setattr(part, name, spliced_in)
+    with_module = tlc.trace(model, TOKENS)
+    assert not torch.allclose(with_module.residual, without.residual, atol=0.1)
+    recorded = with_module.provenance["spliced"]
+    assert list(recorded) == [place]
+    assert recorded[place].startswith("Autoencoder ")
+    directions = tlc.directions.directions_of(with_module, 1, 2)
+    subspace = tlc.directions.shared_subspace([with_module], 2)
+    assert len(directions.hooks(model, 0.1)) == 1
+
+    setattr(part, name, Autoencoder(32, seed=1))
+    with pytest.raises(ValueError, match=f"spliced in at {place}"):
+        directions.hooks(model, 0.1)
+    setattr(part, name, original)
+    for refused in (
+        lambda: directions.hooks(model, 0.1),
+        lambda: tlc.directions.steer(model, "w1 w2", directions, [0.1]),
+        lambda: tlc.directions.ablate(model, "w1 w2", subspace),
+    ):
+        with pytest.raises(ValueError, match=rf"spliced in at {place} .* has none"):
+            refused()

@@ -14,7 +14,11 @@ from tl_coupling.blocks.arithmetic import (
 )
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, differ_in, hidden_states
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
-from tl_coupling.blocks.hooks import backward_hooks_of_user, hooks_of_user
+from tl_coupling.blocks.hooks import (
+    backward_hooks_of_user,
+    hooks_of_user,
+    spliced_modules,
+)
 from tl_coupling.blocks.passages import Passage
 from tl_coupling.blocks.streamed import passage_of
 

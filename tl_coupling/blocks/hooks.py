@@ -1,4 +1,6 @@
-"""Hooks of the user's on a model, by the names that TransformerLens knows them by."""
+"""What a user has put on a model, by the names that TransformerLens knows: hooks, and
+modules in the place of hook points.
+"""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -6,9 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from tl_coupling.models import weights_digest
+
 # Hooks of these packages are how a model computes, and no intervention of the user's.
 _PACKAGES_OF_MODELS = ("transformer_lens", "transformers", "accelerate", "torch")
 _WRAPPED = "_original_component"
+# Of a checksum, in words.
+_DIGITS = 16
 
 
 def hooks_of_user(model: nn.Module) -> list[str]:
@@ -57,6 +63,24 @@ def path_of_user(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != _WRAPPED)
 
 
+def spliced_modules(model: nn.Module) -> dict[str, str]:
+    """Return the modules that stand where hook points would (an SAE of SAELens), by the
+    name of the place: their class, and a checksum of their weights.
+    """
+    spliced: dict[str, str] = {}
+    for path, module in model.named_modules():
+        is_place = path.rpartition(".")[2].startswith("hook_")
+        if is_place and not _is_hook_point(module):
+            digest = weights_digest(module) or ""
+            name = f"{type(module).__name__} {digest[:_DIGITS]}"
+            spliced[path_of_user(path)] = name.strip()
+    return spliced
+
+
+def _is_hook_point(module: nn.Module) -> bool:
+    return hasattr(module, "fwd_hooks")
+
+
 def _named(model: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[str]:
     found = [(path, part) for path, part in model.named_modules() if is_meant(part)]
     names = names_of_hook_points(model) if found else {}
@@ -70,7 +94,7 @@ def _named(model: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[str]
 
 
 def _name_of_hook_point(module: Any) -> str | None:
-    return module.name if hasattr(module, "fwd_hooks") else None
+    return module.name if _is_hook_point(module) else None
 
 
 def _has_hook(module: nn.Module) -> bool:

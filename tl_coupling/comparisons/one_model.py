@@ -19,6 +19,7 @@ _OF_ONE_MODEL = (
     "architecture",
     "weight_processing",
     "weights_digest",
+    "spliced",
     "final_norm",
     "hooks",
     # Of a block: what `part_coupling` compares.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.comparisons import as_trace
@@ -29,6 +29,9 @@ ENDS = ("+", "-")
 # Gains closer than this are one group: inside it, singular vectors are one frame of
 # many, and no claim about a single one of them can be made.
 SAME_GAIN = 0.01
+# Rows that differ by less than this share are one.
+_SAME_ROW = 1e-4
+_LARGE = 1024
 _SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
 
 
@@ -417,7 +420,7 @@ def _components(
         _, cache = model.run_with_cache(trace.tokens[None])
         parts, labels = cache.decompose_resid(layer, mode="all", return_labels=True)
         rows = dict(zip(labels, parts[:, 0, position], strict=True))
-        rows = _with_heads(cache, rows, layer, position)
+        rows = _with_heads(model, cache, rows, layer, position)
     components = torch.stack(list(rows.values())).to(trace.residual)
     x = trace.residual[layer, position]
     rest = x - components.sum(0)
@@ -426,9 +429,13 @@ def _components(
 
 
 def _with_heads(
-    cache: Any, rows: dict[str, Tensor], layer: int, position: int
+    model: Any, cache: Any, rows: dict[str, Tensor], layer: int, position: int
 ) -> dict[str, Tensor]:
-    """Put heads in the place of attention outputs, where TransformerLens has them."""
+    """Put heads in the place of attention outputs, where TransformerLens has them.
+
+    Each is what it adds to the stream, through the norm behind attention if the model
+    has one (Gemma 2 and 3, OLMo 2).
+    """
     if not layer:
         return rows
     try:
@@ -442,5 +449,40 @@ def _with_heads(
         heads = {
             name: of_heads[name] for name in of_heads if name.startswith(f"L{block}H")
         }
-        split |= heads if label.endswith("_attn_out") and heads else {label: row}
+        if not label.endswith("_attn_out") or not heads:
+            split[label] = row
+            continue
+        attended = torch.stack(list(heads.values())).sum(0)
+        gain = _gain_of_norm(model.blocks[int(block)], attended, row)
+        split |= {name: gain * head for name, head in heads.items()}
     return split
+
+
+def _gain_of_norm(
+    block: nn.Module, x: Float[Tensor, " d"], written: Float[Tensor, " d"]
+) -> Tensor:
+    """Return by what each entry of x is multiplied before it is written: the gain of
+    the norm `w ⊙ x / scale` that makes the one of the other; 1 if the block has none.
+    """
+    signs = torch.ones_like(x)
+    signs[1::2] = -1
+    for norm in block.modules():
+        if not _is_norm(norm) or _is_close(x, written):
+            continue
+        # So large that ε beside the mean square does not matter.
+        w = norm(_LARGE * signs[None, None])[0, 0] / signs
+        per_scale = (w * x) @ written / (w * x).square().sum()
+        if _is_close(per_scale * w * x, written):
+            return per_scale * w
+    return x.new_ones(())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Say whether a module has nothing but a weight for each entry."""
+    shapes = [parameter.ndim for parameter in module.parameters()]
+    return shapes == [1]
+
+
+def _is_close(x: Tensor, expected: Tensor) -> bool:
+    tolerance = max(_SAME_ROW, 4 * torch.finfo(x.dtype).eps)
+    return bool((x - expected).norm() <= tolerance * expected.norm())

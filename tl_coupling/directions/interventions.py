@@ -16,6 +16,7 @@ from tl_coupling.arguments import (
     made_by,
     warn_caller,
 )
+from tl_coupling.blocks import spliced_modules
 from tl_coupling.directions.removals import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
@@ -211,7 +212,17 @@ def check_dimensions(model: Any, width: int, layers: Sequence[int]) -> None:
 
 
 def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
-    """Raise ValueError for a model whose weights are not those that were traced."""
+    """Raise ValueError for a model whose weights are not those that were traced, or
+    that lacks what was spliced into it.
+    """
+    present = spliced_modules(model)
+    for name, module in provenance.get("spliced", {}).items():
+        if present.get(name) != module:
+            raise ValueError(
+                f"these directions were made with a module spliced in at {name} "
+                f"({module}), and this model has {present.get(name, 'none')} there: "
+                "attach it again, or find the directions without it"
+            )
     expected = provenance.get("weights_digest")
     if expected is None:
         return

@@ -38,7 +38,7 @@ from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
 from tl_coupling.gradients.slopes import converges, with_moves_ahead
-from tl_coupling.gradients.stairs import NO_GRAD, Stairs
+from tl_coupling.gradients.stairs import Stairs
 from tl_coupling.gradients.stream_norms import FAR, stays_small
 
 TOLERANCE = 1e-4
@@ -88,11 +88,6 @@ class _Pass(NamedTuple):
     stairs: str | None
     stop: str | None
     keys_and_values: tuple[Tensor, ...] | None
-
-    @property
-    def stops_gradient(self) -> bool:
-        """Whether a gradient of the step was stopped, so that its slope may be another."""
-        return self.stop not in (None, NO_GRAD)
 
 
 # From several streams to f of each.
@@ -334,7 +329,7 @@ class Gate:
         speaks against the derivative, two others must both speak for it.
         """
         is_right = self._converges(forward, references, direction=0)
-        if forward.stops_gradient:
+        if forward.stop is not None:
             # A gradient that was stopped may be a small part of the slope.
             for i in (1, 2):
                 is_right &= self._converges(forward, references, direction=i)
@@ -410,7 +405,7 @@ class Gate:
             return converges(deviation, scale, rounded_size)
 
         # Over several streams together, what was stopped may be a constant.
-        if not forward.stops_gradient:
+        if forward.stop is None:
             is_right = judged(self._of_each)
             if bool(is_right.all()):
                 return is_right

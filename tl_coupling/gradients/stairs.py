@@ -5,13 +5,14 @@ Where the steps of a staircase are wider than the moves of the slope check, it l
 constant there, and only its name reveals it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _STAIRS = {
     "round",
@@ -24,31 +25,27 @@ _STAIRS = {
 }
 # They round where they give whole numbers.
 _CASTS = {"to", "type", "long", "int", "short", "char"}
-# They give the values of a tensor without its gradient, or change that.
-# A computation without gradients. It may be beside the step: norms of TransformerLens's
-# bridges compute for their hooks what the model computes by itself.
-NO_GRAD = "no_grad"
-_STOPS = {
-    "detach",
-    "detach_",
-    "item",
-    "tolist",
-    "numpy",
-    "__float__",
-    "register_hook",
-}
+# They give values of a tensor that no gradient follows.
+_DETACHES = {"detach", "detach_", "__get__"}
+# They give its values as numbers, or change its gradient.
+_HIDES = {"item", "tolist", "numpy", "__float__", "register_hook"}
 
 
 class Stairs(TorchFunctionMode):
     """Context that notes a function with slope zero, if one is differentiated in it,
-    and what stops a gradient.
+    and what stops a gradient that would have been part of the derivative.
 
     `called` is the name of the last such function, or None; `stop` what stopped a
-    gradient first: `NO_GRAD` only where nothing else did.
+    gradient last.
     """
 
     called: str | None = None
     stop: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Tensors that no gradient follows, by what stopped it.
+        self._stopped = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self,
@@ -59,12 +56,54 @@ class Stairs(TorchFunctionMode):
     ) -> object:
         """Call the function, and note its name if it has slope zero."""
         output = func(*args, **(kwargs or {}))
-        stop = _stop(func, args, output)
-        if stop and self.stop in (None, NO_GRAD):
-            self.stop = stop
+        self._note_stops(func, [*args, *(kwargs or {}).values()], output)
         if (name := _stairs_name(func, output)) and _is_differentiated(args[0]):
             self.called = name
         return output
+
+    def _note_stops(
+        self, func: Callable[..., Any], arguments: Sequence[Any], output: object
+    ) -> None:
+        """Note what stops a gradient: where its values become numbers, or meet what is
+        differentiated.
+        """
+        name: str = getattr(func, "__name__", "")
+        inputs = list(_tensors(arguments))
+        is_differentiated = any(map(_is_differentiated, inputs))
+        origins = [
+            self._stopped[x]
+            for x in inputs
+            if not x.requires_grad and x in self._stopped
+        ]
+        if not is_differentiated and not origins:
+            return
+        if name in _HIDES:
+            self.stop = name
+        elif not origins and name not in _DETACHES and torch.is_grad_enabled():
+            return
+        for tensor in _tensors([output]):
+            if not tensor.is_floating_point():
+                continue
+            if tensor.requires_grad and origins:
+                self.stop = origins[0]
+            elif not tensor.requires_grad:
+                self._stopped[tensor] = origins[0] if origins else _word(name)
+
+
+def _word(name: str) -> str:
+    """Return what stopped a gradient, as it is written."""
+    if name not in _DETACHES:
+        return "no_grad"
+    return "data" if name == "__get__" else name
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, and in tuples and lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _stairs_name(func: Callable[..., Any], output: object) -> str | None:
@@ -76,20 +115,6 @@ def _stairs_name(func: Callable[..., Any], output: object) -> str | None:
     if name in _STAIRS or (name in _CASTS and is_whole):
         return name
     return None
-
-
-def _stop(func: Callable[..., Any], args: Sequence[Any], output: object) -> str | None:
-    """Return what keeps a differentiated tensor's gradient from an output."""
-    if not any(map(_is_differentiated, args)):
-        return None
-    name: str = getattr(func, "__name__", "")
-    if name in _STOPS:
-        return name
-    if not isinstance(output, Tensor) or output.requires_grad:
-        return None
-    if name == "__get__" and output.is_floating_point():
-        return "data"
-    return None if torch.is_grad_enabled() else NO_GRAD
 
 
 def _is_differentiated(value: object) -> bool:

@@ -19,6 +19,7 @@ from tl_coupling.blocks import (
     exact_arithmetic,
     hooks_of_user,
     own_arithmetic,
+    spliced_modules,
     tails,
 )
 from tl_coupling.gradients import BlockFunction, Remarks
@@ -63,10 +64,12 @@ def trace(
     6, count from one. A model that runs its blocks several times has a layer for each
     call.
 
-    Weights, and hooks, which are part of what is measured and listed in the provenance,
-    must stay as they are until the trace has been measured: a block that is another
-    function by then raises `StepError`, one whose derivative disagrees with a finite
-    difference `DerivativeError`. Autocast, TF32 and fused attention are off.
+    Weights, hooks, and modules in the place of hook points (an SAE of SAELens), which
+    are part of what is measured and listed in the provenance, must stay as they are
+    until the trace has been measured: a block that is another function by then raises
+    `StepError`, one whose derivative disagrees with a finite difference
+    `DerivativeError`. Autocast, TF32 and fused attention are off, and what was compiled
+    runs as it was written.
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it
@@ -328,6 +331,7 @@ class _Recording:
     def _provenance(
         self, entering: Tensor, str_tokens: tuple[str, ...], remarks: Remarks
     ) -> dict[str, object]:
+        spliced = spliced_modules(self.model)
         return {
             **self.describe(entering),
             **(self.input.provenance if self.input else {}),
@@ -336,6 +340,7 @@ class _Recording:
             "final_norm": self.norm is not None,
             "linearised_in": str(self.dtype).removeprefix("torch."),
             "hooks": hooks_of_user(self.model),
+            **({"spliced": spliced} if spliced else {}),
             "rounded_arguments": sorted(self.passage.rounded),
             # The lists of the remarks themselves, which grow while the trace is
             # measured.

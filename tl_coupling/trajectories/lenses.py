@@ -21,7 +21,7 @@ from tl_coupling.traces import Trace
 # In a lens's metadata: TransformerLens merges lenses of one estimator only.
 ESTIMATOR = "tl_coupling.product_of_blocks"
 # What the metadata take from the provenance of a trace, where it says so.
-_OF_TRACE = ("weights_digest", "checkpoint", "untrained", "hooks")
+_OF_TRACE = ("weights_digest", "checkpoint", "untrained", "hooks", "spliced")
 _SEVERAL_TRACES = "an iterable of traced prompts: `trace(model, prompt)` makes one"
 
 
