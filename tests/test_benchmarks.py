@@ -82,7 +82,11 @@ def test_the_floor_is_the_sum_of_its_parts(folder_model, tmp_path, capsys):
     assert "ratio" in capsys.readouterr().out
 
 
-def test_what_else_is_measured_is_timed_beside_coupling(folder_model, tmp_path, capsys):
+def test_what_else_is_measured_is_timed_beside_coupling(
+    folder_model, tmp_path, monkeypatch, capsys
+):
+    # Its tokenizer knows no word of the others, so that they would be one prompt.
+    monkeypatch.setattr(beside_coupling, "STEERED", ["w1 w2 w3", "w4 w5"])
     arguments = ["--model", folder_model, "--tokens", 4, "--k", 4, "--repeats", 1]
     beside_coupling.main(list(map(str, [*arguments, "--out", tmp_path])))
     seconds = read(tmp_path, "beside_coupling")["seconds"]
