@@ -120,8 +120,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def check_pictures(folder: Path) -> None:
+    """Assert that each picture that is named is in the folder of its command."""
+    for row in rows():
+        command = re.findall(r"`tl-coupling (.+?)`", row.command)
+        if command and "needs the hub" not in row.command:
+            out = folder / command[0].split("--out ")[1].split()[0]
+            for picture in re.findall(r"`([\w-]+\.png)`", row.command):
+                assert (out / picture).exists(), (
+                    picture,
+                    sorted(path.name for path in out.glob("*.png")),
+                )
+
+
 @pytest.mark.long("runs every command of a page")
-def test_every_command_runs_and_prints(
+def test_every_command_runs_prints_and_draws_what_is_named(
     folder: Path, call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order of the page: later ones use what earlier ones wrote."""
@@ -155,6 +168,7 @@ def test_every_command_runs_and_prints(
                 )
             )
     assert Path("sizes.png").exists()
+    check_pictures(folder)
     # As a script leaves them.
     plt.close("all")
 
@@ -201,21 +215,6 @@ def test_what_sizes_explain_in_table_1_is_what_the_pages_say() -> None:
             assert r_squared in PAGE
             assert r_squared in findings
     assert len(table[is_base & ~is_of_code]) == 23
-
-
-def test_pictures_that_are_named_are_drawn(folder: Path) -> None:
-    """Runs after the commands: each picture that is named is in the folder of its
-    command.
-    """
-    for row in rows():
-        command = re.findall(r"`tl-coupling (.+?)`", row.command)
-        if command and "needs the hub" not in row.command:
-            out = folder / command[0].split("--out ")[1].split()[0]
-            for picture in re.findall(r"`([\w-]+\.png)`", row.command):
-                assert (out / picture).exists(), (
-                    picture,
-                    sorted(path.name for path in out.glob("*.png")),
-                )
 
 
 def test_names_on_the_hub_are_in_transformer_lens_registry() -> None:
