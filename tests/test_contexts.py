@@ -8,7 +8,8 @@ each: a function that is added is swept as well.
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,20 @@ CLASSES = {value for value in public_names().values() if inspect.isclass(value)}
 CHANGING = {
     "tl_coupling.plan": "of the memory that is free",
 }
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    """Return parameters of a test: what draws is in the long tier, and what measures
+    many models or prompts.
+    """
+    marks = {
+        name: pytest.mark.long("draws, or measures many")
+        for name in names
+        if re.search(
+            r"plot_|report|portrait|surveys|checkpoint|generalization|\.run$", name
+        )
+    }
+    return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(names)]
 
 
 class Call(NamedTuple):
@@ -194,7 +209,7 @@ def is_called_plainly(member: Any) -> bool:
     return all(p.default is not p.empty for p in parameters)
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - CHANGING))
+@pytest.mark.parametrize("name", in_tiers(FUNCTIONS.keys() - CHANGING))
 def test_it_gives_the_same_in_every_context(
     name: str, calls_of: Callable[[str], list[Call]]
 ) -> None:
@@ -229,7 +244,7 @@ def in_float64(value: Any, trace_again: Callable[[tlc.Trace], tlc.Trace]) -> Any
     return copy.copy(value) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - CHANGING))
+@pytest.mark.parametrize("name", in_tiers(FUNCTIONS.keys() - CHANGING))
 def test_it_does_not_write_to_arguments_in_float64(
     name: str, calls_of: Callable[[str], list[Call]]
 ) -> None:

@@ -75,6 +75,7 @@ def unfinished(folder: Path) -> list[Path]:
     return list(folder.glob(".unit-1.*"))
 
 
+@pytest.mark.long("starts processes")
 def test_two_processes_at_one_unit_both_finish_it(tmp_path: Path) -> None:
     with half_written(tmp_path) as writer:
         (theirs,) = unfinished(tmp_path)
@@ -89,6 +90,7 @@ def test_two_processes_at_one_unit_both_finish_it(tmp_path: Path) -> None:
     xarray.testing.assert_identical(load_unit(tmp_path, UNIT), result(1))
 
 
+@pytest.mark.long("kills processes")
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     with half_written(tmp_path) as writer:

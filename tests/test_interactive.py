@@ -425,6 +425,7 @@ def test_views_of_hostile_tokens_in_a_browser(
         browser.wait(chromium, f"return ({tooltip.removeprefix('return ')}) === null")
 
 
+@pytest.mark.long("shows a page in a browser")
 @pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
 def test_the_pointer_over_a_map_reads_every_pair(
     chromium: Any, tmp_path: Path, square: tlc.CouplingMap

@@ -56,6 +56,7 @@ def test_depth_of_many_images(call, folder_vit: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.long("runs several commands")
 def test_tokens_and_trajectory(
     call, options: dict[str, object], tmp_path: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_tokens_and_trajectory(
     assert len(summary(tmp_path)["tokens"]["trained"]["line_shape_score"]) == 9
 
 
+@pytest.mark.long("makes a report of an image")
 def test_report(call, options: dict[str, object], tmp_path: Path) -> None:
     options["out"] = tmp_path / "page.html"
     call("report", **options, k=4, no_untrained=True)

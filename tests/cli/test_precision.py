@@ -310,6 +310,7 @@ def test_another_model_is_not_compared(
     ) in done.err
 
 
+@pytest.mark.long("measures many pairs of models")
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [

@@ -179,6 +179,7 @@ def test_models_are_measured_where_their_losses_are_equal(of_capacity, small_tex
     assert (out / "capacity.png").stat().st_size > 10_000
 
 
+@pytest.mark.long("trains the models of a study")
 def test_values_at_a_mark_lie_between_those_of_the_checkpoints_around_it(
     of_capacity, small_text
 ):

@@ -243,6 +243,7 @@ def test_weight_decay_is_of_matrices_alone(digits):
         assert float(moved.abs().max()) < 1.1e-3, name
 
 
+@pytest.mark.long("trains a model")
 def test_a_model_learns(digits):
     torch.manual_seed(0)
     config = replace(

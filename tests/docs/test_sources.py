@@ -99,6 +99,7 @@ def test_every_public_name_has_a_page():
     assert {page.rpartition("/")[0] + "/index" for page in of_their_own} <= rooms
 
 
+@pytest.mark.long("draws the rooms")
 def test_the_house_is_drawn_as_it_is_built():
     house = module("house")
     drawn, place = house.imports(), house.places()

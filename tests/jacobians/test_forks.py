@@ -191,6 +191,7 @@ def test_an_interrupt_ends_them():
     assert errors.count("Traceback") == 1
 
 
+@pytest.mark.long("interrupts processes")
 @pytest.mark.parametrize("where", ["before", "after_in_parent", "after_in_child"])
 def test_an_interrupt_while_it_forks_is_not_lost(where):
     """Python forgets an exception in what it calls before and after a fork."""

@@ -16,6 +16,7 @@ from zoo.models import original_model
 from zoo.oracle import Oracle
 
 pytestmark = pytest.mark.both_lines
+LARGE = pytest.mark.long("differentiates a network between all patches")
 
 TOLERANCE = 1e-5
 
@@ -37,7 +38,7 @@ def worst_error(trace: tlc.Trace, oracle: Oracle) -> tuple[float, set[str]]:
     return worst, ways
 
 
-@pytest.mark.long("differentiates a network between all patches")
+@LARGE
 @pytest.mark.parametrize(
     "name", ["ViTForImageClassification", "DeiTForImageClassification"]
 )
@@ -53,7 +54,15 @@ def test_every_pair_of_a_bridge_is_that_of_the_huggingface_model(name: str) -> N
     assert ways <= {"token_local_linearised", "token_local"}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=LARGE)
+        if name in ("timm", "deit with teacher")
+        else name
+        for name in NETWORKS
+    ],
+)
 def test_every_pair_of_traced_modules_is_that_of_the_original_model(name: str) -> None:
     network = NETWORKS[name]()
     with torch.no_grad():

@@ -41,6 +41,7 @@ def section_of(page: str, name: str) -> str:
     return page.split(f'<section id="{name}">')[1].split("</section>")[0]
 
 
+@pytest.mark.long("measures all that a report may hold")
 def test_sections_are_there_where_they_were_asked_for(page, runs):
     read = Reader(page)
     assert read.open == [""]
@@ -118,6 +119,7 @@ def test_tokens_are_escaped(runs):
     assert "script&gt;alert(1)" in section_of(page, "directions")
 
 
+@pytest.mark.long("measures all that a report may hold")
 def test_the_command_takes_them(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     options = {"model": folder_model, "prompt": "w3 w14 w15", "k": 4, "out": out}

@@ -216,6 +216,7 @@ def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
     )
 
 
+@pytest.mark.long("makes a report twice")
 def test_the_same_results_give_the_same_page(
     runs: dict[str, tlc.portraits.Portrait], page: Path
 ) -> None:
@@ -252,6 +253,7 @@ def chromium() -> Iterator[Any]:
         yield driver
 
 
+@pytest.mark.long("shows a page in a browser")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_in_a_browser_without_a_network(
     chromium: Any,

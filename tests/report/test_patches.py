@@ -49,6 +49,7 @@ def text_of(page: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", page[: page.index("<script")]).split())
 
 
+@pytest.mark.long("makes a report of an image")
 def test_the_picture_is_shown_once_each_pixel_a_square(
     page: Path, folder_vit: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_the_numbers_over_the_picture_are_those_of_the_results(
         assert f"0 cls : {tlc.line_shape_score(run.trace.residual)[0]:.3g}." in text
 
 
+@pytest.mark.long("makes a report of an image")
 def test_a_model_without_classes_has_no_entropy(folder_vit: Path) -> None:
     trace = tlc.trace(vit("ViTModel")[0], pixels())
     with pytest.warns(UserWarning, match="no logit-lens entropy"):
@@ -119,6 +121,7 @@ def test_a_model_without_classes_has_no_entropy(folder_vit: Path) -> None:
     assert "Share of influence, all layers, trained." in text
 
 
+@pytest.mark.long("makes a report of an image")
 def test_tokens_that_are_no_patches_are_not_drawn_over_the_picture(
     runs: dict[str, tlc.portraits.Portrait],
 ) -> None:
@@ -131,6 +134,7 @@ def test_tokens_that_are_no_patches_are_not_drawn_over_the_picture(
     assert "The image" in text_of(page)
 
 
+@pytest.mark.long("makes a report of an image")
 def test_a_text_that_is_read_both_ways_is_no_image() -> None:
     network = NETWORKS["bert"]()
     with pytest.warns(UserWarning, match="no logit-lens entropy"), torch.no_grad():
@@ -145,6 +149,7 @@ def test_a_text_that_is_read_both_ways_is_no_image() -> None:
     )
 
 
+@pytest.mark.long("shows a page in a browser")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_the_page_in_a_browser(
     runs: dict[str, tlc.portraits.Portrait], page: Path, width: int, tmp_path: Path

@@ -134,6 +134,7 @@ def test_a_row_that_is_fitted_whatever_it_is_has_errors_of_equal_variance():
     assert fit.freedom == 9
 
 
+@pytest.mark.long("simulates hundreds of studies")
 @pytest.mark.parametrize("n", [6, 12, 24])
 def test_intervals_hold_where_the_variance_grows_with_x(n):
     """Scores at a floor vary less: variance .2 + x² of the errors. Textbook intervals

@@ -581,6 +581,7 @@ def add_what_is_not_read(folder: Path) -> None:
     (folder / "optimizer.pt").write_bytes(b"state")
 
 
+@pytest.mark.long("runs many surveys")
 @pytest.mark.parametrize("change", [touch, copy, add_what_is_not_read])
 def test_a_model_that_is_the_same_is_not_refused(
     own_model: Path, tmp_path: Path, change: Callable[[Path], None]
