@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -167,3 +169,38 @@ def test_a_default_dtype_that_is_not_the_models_changes_nothing(
     traced = tlc.trace(tiny_trace.model, tiny.TOKENS)
     assert torch.equal(traced.residual, tiny_trace.residual)
     assert torch.equal(tlc.block_jacobians(traced), tlc.block_jacobians(tiny_trace))
+
+
+def test_members_of_results_measure_as_well() -> None:
+    """Those without arguments to check, too: methods, properties, constructors."""
+
+    @checked
+    @dataclass(frozen=True)
+    class Result:
+        values: Tensor
+
+        @property
+        def square(self) -> Tensor:
+            return self.values @ self.values
+
+        @cached_property
+        def remembered(self) -> Tensor:
+            return self.values @ self.values
+
+        def computed(self) -> Tensor:
+            """Say what it is."""
+            return self.values @ self.values
+
+        @classmethod
+        def of_zeros(cls, n: int) -> "Result":
+            return cls(torch.zeros(n))
+
+    values = gaussian(8, 8, seed=0).float()
+    with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        result = Result(values)
+        squares = [result.square, result.remembered, result.computed()]
+        zeros = Result.of_zeros(2).values
+        product = tlc.dynamics.FactoredProduct.identity(2).Q
+    assert all(torch.equal(square, values @ values) for square in squares)
+    assert zeros.device.type == product.device.type == "cpu"
+    assert Result.computed.__doc__ == "Say what it is."

@@ -1,5 +1,6 @@
 """Checks of what users pass to functions, against the annotations there."""
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from tl_coupling.arguments.annotations import Text
 from tl_coupling.arguments.argument import Argument, Kind, Sizes, WrongType
 from tl_coupling.arguments.kinds import kind_of
-from tl_coupling.arguments.measuring import measuring
+from tl_coupling.arguments.measuring import is_measured, measure_members, measuring
 from tl_coupling.arguments.words import described
 
 _Public = TypeVar("_Public", bound=Callable[..., object])
@@ -21,7 +22,8 @@ _Public = TypeVar("_Public", bound=Callable[..., object])
 def checked(public: _Public) -> _Public:
     """Check the arguments of a function against their annotations; compute `measuring`.
 
-    Of a dataclass, those from which an instance is made are checked. What is clear is
+    Of a dataclass, those from which an instance is made are checked, and all that it
+    computes is computed so. What is clear is
     converted: numpy's numbers to Python's, numpy arrays to tensors, lists to arrays or
     tuples. A size that is named twice must be the same in all arguments of a call; of
     jaxtyping's marks, `*` and `#` are read. In `Annotated`, a string is a hint for the
@@ -33,10 +35,13 @@ def checked(public: _Public) -> _Public:
     """
     if isinstance(public, type):
         public.__init__ = checked(public.__init__)  # type: ignore[misc]
+        if dataclasses.is_dataclass(public):
+            measure_members(public)
         return public
     # At the first call, when everything that the annotations name exists.
     signature = functools.cache(lambda: _Signature(public))
 
+    @is_measured
     @functools.wraps(public)
     def with_checks(*args: object, **kwargs: object) -> object:
         with measuring():

@@ -5,14 +5,18 @@ word. Some of these belong to the process, as do the levels of forward different
 and, in `blocks`, weights, hooks and attention kernels. So one thread measures at a time.
 """
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 
 from tl_coupling.interrupts import none_delivered
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 _turn = threading.RLock()
 # Those whose autocast torch knows by name, beside devices that others add.
@@ -91,6 +95,42 @@ def defaults_of_model(
         if _own.default_device == device:
             _set_default_device(device, undo)
         yield
+
+
+def is_measured(function: _Function) -> _Function:
+    """Record that a function does all that it does `measuring`."""
+    vars(function)["is_measured"] = True
+    return function
+
+
+def measure_members(cls: type) -> None:
+    """Let public methods and properties of a class compute `measuring`."""
+    for name, member in list(vars(cls).items()):
+        if name.startswith("_"):
+            continue
+        match member:
+            case property():
+                setattr(cls, name, property(_measured(member.fget), doc=member.__doc__))
+            case functools.cached_property():
+                member.func = _measured(member.func)
+            case classmethod() | staticmethod():
+                setattr(cls, name, type(member)(_measured(member.__func__)))
+            case FunctionType():
+                setattr(cls, name, _measured(member))
+
+
+def _measured(function: Any) -> Any:
+    """Return a function that computes `measuring`."""
+    if getattr(function, "is_measured", False):
+        return function
+
+    @is_measured
+    @functools.wraps(function)
+    def with_measuring(*args: object, **kwargs: object) -> object:
+        with measuring():
+            return function(*args, **kwargs)
+
+    return with_measuring
 
 
 def _switch_autocast_off(undo: ExitStack) -> None:
