@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.surveys.checkpoints import Checkpoint, step_order
 from tl_coupling.surveys.records import (
-    FILES,
     PLAN,
     Record,
     Unit,
@@ -269,7 +268,7 @@ def _warn_of_same_weights(
 
 def _weight_files(content: Record) -> tuple[str | int, ...]:
     """Return the checksums of the files of a local model's weights, if known."""
-    files = content.get(FILES) or {}
+    files = content.get("files") or {}
     return tuple(
         files[name][0] for name in sorted(files) if name.endswith(_WEIGHT_FILES)
     )
