@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import (
@@ -301,8 +301,8 @@ def _tokenized(
     prompts: Sequence[Prompt],
     prepend_bos: bool | None,
     first_position: int,
-) -> dict[str, Int[Tensor, " n_pos"]]:
-    """Return the tokens of each prompt, by its id.
+) -> dict[str, Tensor]:
+    """Return the tokens of each prompt, by its id, as many as it has.
 
     Raises ValueError for one that is too short, and for two that are the same.
     """
