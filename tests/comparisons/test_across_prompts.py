@@ -46,7 +46,6 @@ def numpy_pair(J_1: np.ndarray, J_2: np.ndarray, k: int) -> dict[str, float]:
     }
 
 
-@pytest.mark.both_lines
 def test_every_pair_is_numpys(traces, result):
     J = np.stack([tlc.block_jacobians(trace).double().numpy() for trace in traces])
     for k in (2, K):

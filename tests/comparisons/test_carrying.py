@@ -13,8 +13,6 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.comparisons import Carriers
 
-pytestmark = pytest.mark.both_lines
-
 SHARES = ("diagonal_share", "energy_share", "jacobian_share")
 # Their layer 0 is not attention, their layer 1 is.
 HYBRIDS = {

@@ -10,8 +10,6 @@ import tl_coupling as tlc
 from tl_coupling.comparisons import FrozenCoupling, frozen_coupling
 from tl_coupling.dynamics import frozen_jacobian
 
-pytestmark = pytest.mark.both_lines
-
 K = 4
 
 

@@ -20,8 +20,6 @@ from tl_coupling import measures
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.jacobians import jacobians
 
-pytestmark = pytest.mark.both_lines
-
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
 

@@ -19,8 +19,6 @@ from pair_jacobians import all_jacobians
 from tl_coupling.jacobians import jacobian_and_path, jacobians, jacobians_of_output
 from tl_coupling.models.loading import embedded_folder
 
-pytestmark = pytest.mark.both_lines
-
 N, K = len(tiny.TOKENS), 6
 ARCHITECTURES = sorted(tiny.COMMON)
 

@@ -8,8 +8,6 @@ import torch
 import tiny
 import tl_coupling as tlc
 
-pytestmark = pytest.mark.both_lines
-
 TOKEN = 7
 PROMPTS = [f"w{i} w{3 * i + 2} w{i + 7} w{2 * i + 30} w{5 * i}" for i in range(1, 7)]
 
