@@ -79,7 +79,7 @@ def tokens_of(
         unknown = "token ids given"
         provenance: dict[str, object] = {"prepend_bos": unknown, "append_eos": unknown}
         return Tokens(_ids_of_one_prompt(prompt), provenance)
-    tokenizer = getattr(model, "tokenizer", None)
+    tokenizer: Any = getattr(model, "tokenizer", None)
     if not knows_text(tokenizer):
         raise ValueError(f"this model has no tokenizer: {_GIVE_IDS}")
     if not prompt:
