@@ -336,8 +336,8 @@ class CompletedConfig:
         return math.isclose(scale * math.sqrt(self._head_width), 1, rel_tol=1e-5)
 
     def _place_window(self, window: Any) -> bool:
-        n_ctx: Any = self.contents.settings.get("context_length")
-        hides_nothing = isinstance(window, int) and bool(n_ctx) and window >= n_ctx
+        n_ctx = self.contents.settings.get("context_length", math.inf)
+        hides_nothing = isinstance(window, int) and window >= n_ctx
         if not window or hides_nothing:
             if self._has("sliding_window") and not self._has("layer_types"):
                 self.fields["sliding_window"] = None
