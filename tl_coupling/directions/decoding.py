@@ -467,7 +467,7 @@ def _gain_of_norm(
     signs = torch.ones_like(x)
     signs[1::2] = -1
     for norm in block.modules():
-        if not _is_norm(norm) or _is_close(x, written):
+        if not _is_norm(norm, len(x)) or _is_close(x, written):
             continue
         # So large that ε beside the mean square does not matter.
         w = norm(_LARGE * signs[None, None])[0, 0] / signs
@@ -477,10 +477,11 @@ def _gain_of_norm(
     return x.new_ones(())
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Say whether a module has nothing but a weight for each entry."""
-    shapes = [parameter.ndim for parameter in module.parameters()]
-    return shapes == [1]
+def _is_norm(module: nn.Module, width: int) -> bool:
+    """Say whether a module has nothing but a weight for each of so many entries: norms
+    of queries and keys have fewer.
+    """
+    return [parameter.shape for parameter in module.parameters()] == [(width,)]
 
 
 def _is_close(x: Tensor, expected: Tensor) -> bool:
