@@ -62,11 +62,16 @@ def section(outcomes: list[dict[str, Any]]) -> str:
             "model": outcome["name"],
             "weights of": outcome["source"],
             "licence": outcome["licence"],
-            "SHA-256 of the file": outcome["sha256"],
+            "SHA-256 of the file": outcome.get("sha256", "–"),
         }
         for outcome in outcomes
     )
-    support = ({"model": outcome["name"], **_support(outcome)} for outcome in outcomes)
+    # Outcomes of earlier versions do not say on what they were measured.
+    support = (
+        {"model": outcome["name"], **_support(outcome)}
+        for outcome in outcomes
+        if "versions" in outcome
+    )
     checks = ({"model": outcome["name"], **_checks(outcome)} for outcome in outcomes)
     couplings = (
         {"model": outcome["name"], **_couplings(outcome)} for outcome in outcomes
@@ -124,7 +129,7 @@ def _checks(outcome: dict[str, Any]) -> dict[str, str]:
         "way": ", ".join(f"{way} {n}" for way, n in outcome["ways"].items()),
         "refused": str(len(outcome["refused"])),
         "wrong": str(len(outcome["wrong"])),
-        "tensors": str(outcome["n_tensors"] or "–"),
+        "tensors": str(outcome.get("n_tensors") or "–"),
         "autograd": f"{outcome['autograd_error']:.0e}",
         "finite difference": f"{outcome['difference_error']:.0e}",
         "beyond float32": f"{outcome['n_beyond_float32']} ({outcome['float32_error']:.0e})",
