@@ -181,10 +181,14 @@ CONTEXTS = {
 }
 
 
+def is_figure(result: Any) -> bool:
+    return isinstance(result, Artist)
+
+
 def readings(result: Any) -> dict[str, Any]:
     """Return what the properties and methods of a result give that take no argument."""
     is_own = type(result).__module__.startswith("tl_coupling")
-    if not is_own or isinstance(result, Artist):
+    if not is_own or is_figure(result):
         return {}
     given = {}
     for name, member in inspect.getmembers_static(type(result)):
@@ -214,6 +218,9 @@ def test_it_gives_the_same_in_every_context(
     name: str, calls_of: Callable[[str], list[Call]]
 ) -> None:
     for args, kwargs, result in calls_of(name):
+        if is_figure(result):
+            # The example may have saved it, and that places labels.
+            result = FUNCTIONS[name](*as_given(args), **as_given(kwargs))
         expected = fingerprint(result), readings(result)
         given = tensors_of((args, kwargs))
         arguments = fingerprint(given)
