@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import xarray
 
-from tl_coupling.files import remove_left_overs, write_atomically
+from tl_coupling.files import file_name, remove_left_overs, write_atomically
 from tl_coupling.surveys import units
 from tl_coupling.surveys.units import Folder, Unit, is_finished, load_unit, run_unit
 
@@ -266,3 +266,22 @@ def test_an_interrupt_waits_for_a_file_but_not_for_ever(
         signal.signal(stop, own_handler)
     assert time.monotonic() - start < 30
     assert [path.name for path in tmp_path.iterdir()] == ["short"]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("step1000", "step1000"),
+        ("org/model@main", "org%2Fmodel%40main"),
+        (".hidden", "%2Ehidden"),
+        ("a" * 150, "a" * 150),
+    ],
+)
+def test_short_names_can_be_read(text: str, name: str) -> None:
+    assert file_name(text) == name
+
+
+def test_long_names_are_cut_and_still_differ() -> None:
+    names = [file_name("a" * 400 + end) for end in "xy"]
+    assert all(len(name) == 150 + len("~") + 16 for name in names)
+    assert len(set(names)) == 2

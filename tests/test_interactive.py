@@ -508,3 +508,17 @@ def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     assert 33 < int(re.findall(r"\d+", pale[0])[0]) < 255
     assert "gradient" in undefined[1]
     assert undefined[2] == "rgb(17, 17, 17)"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [0x00, 0x1F, 0x7F, 0x9F, 0xD800, 0xDFFF, 0x2028, 0x202E, 0x2066, 0x2069, 0x061C],
+)
+def test_what_has_no_shape_is_shown_by_its_number(code: int) -> None:
+    shown = visible_token(chr(code))
+    assert shown == chr(code).encode("unicode_escape").decode()
+
+
+@pytest.mark.parametrize("code", [0x20, 0x7E, 0xA0, 0xD7FF, 0x2027, 0x202F, 0x206A])
+def test_what_stands_beside_it_is_shown_as_it_is(code: int) -> None:
+    assert visible_token(chr(code)) == chr(code)
