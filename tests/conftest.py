@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import nn  # noqa: E402
 
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
+from blank_pictures import unrendered  # noqa: E402
 from command_line import typed  # noqa: E402
 from tiers import pytest_collection_modifyitems  # noqa: E402, F401  (a hook)
 
@@ -136,16 +138,20 @@ def call(
     """Provide the `tl-coupling` command in this process: what it says as `.out` and
     `.err`.
 
-    Options may be given by name, as to `typed`.
+    Options may be given by name, as to `typed`. Pictures are made, but only with
+    `drawn=True` are they rendered, which takes most of a command's time.
     """
     from tl_coupling.cli import main
 
     monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*arguments: object, status: int = 0, **options: object) -> Any:
+    def run(
+        *arguments: object, status: int = 0, drawn: bool = False, **options: object
+    ) -> Any:
         words = ["tl-coupling", *map(str, arguments), *typed(**options)]
         monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as stopped:
+        rendering = nullcontext() if drawn else unrendered()
+        with rendering, pytest.raises(SystemExit) as stopped:
             main()
         streams = capsys.readouterr()
         assert (stopped.value.code or 0) == status, streams.err

@@ -14,7 +14,7 @@ def test_carriers_prints_and_writes_what_the_library_gives(
 ) -> None:
     out = tmp_path / "out"
     options = ["--model", folder_model, "--prompt", "w1 w2 w3 w4", "--k", 4]
-    printed = call("carriers", *options, "--untrained", "--out", out).out
+    printed = call("carriers", *options, "--untrained", "--out", out, drawn=True).out
     trace = tlc.trace(tlc.load_model(str(folder_model)), "w1 w2 w3 w4")
     expected = tlc.carriers(trace, k=4)
     saved = Carriers.load(out / "carriers.nc")

@@ -69,7 +69,9 @@ def test_every_choice_has_a_column_for_each_training_step(
     call, run_folder: Path, tmp_path: Path
 ) -> None:
     steps = ("--checkpoint", 0, "--checkpoint", 16)
-    printed = call(*options(run_folder, tmp_path), "--all-measures", *steps).out
+    printed = call(
+        *options(run_folder, tmp_path), "--all-measures", *steps, drawn=True
+    ).out
     assert "every choice" in printed
     (header,) = [line for line in printed.splitlines() if "orientation" in line]
     assert header.split("┃")[5:-1:2] == ["   0 ".rjust(7), "   16 ".rjust(7)]

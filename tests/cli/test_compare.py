@@ -21,7 +21,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_a_model_beside_its_untrained_twin(call, folder_model, prompts, tmp_path):
     out = tmp_path / "out"
     options = typed(model=folder_model, prompts=prompts, k=[2, 4], out=out)
-    streams = call("compare", *options, "--other-untrained")
+    streams = call("compare", *options, "--other-untrained", drawn=True)
     names = {path.name for path in out.iterdir()}
     files = {f"comparison-k{k}.{kind}" for k in (2, 4) for kind in ("nc", "png")}
     assert names == {*files, "summary.json"}

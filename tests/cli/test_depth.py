@@ -60,7 +60,7 @@ def test_many_prompts(call, folder_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"id": "a/1", "prompt": "w3 w4"}\n\n{"prompt": "w5 w6 w7"}\n')
     options = ["--model", folder_model, "--prompts", file, "--k", 2, "--k", 4]
-    done = call("depth", *options, "--out", tmp_path / "out", "--untrained")
+    done = call("depth", *options, "--out", tmp_path / "out", "--untrained", drawn=True)
     files = {path.name for path in (tmp_path / "out").rglob("*.nc")}
     assert files == {"depth.nc", "depth-untrained.nc"}
     assert {
@@ -99,7 +99,9 @@ def test_a_narrow_model_takes_what_fits(
     call, folder_model: Path, tmp_path: Path
 ) -> None:
     done = call(
-        "depth", "--model", folder_model, "--prompt", "w3 w4", "--out", tmp_path
+        "depth",
+        *typed(model=folder_model, prompt="w3 w4", out=tmp_path),
+        drawn=True,
     )
     assert "warning: the model has width 32: k = 32 is used" in done.err
     assert {path.name for path in tmp_path.glob("coupling-*.png")} == {

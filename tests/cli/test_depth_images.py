@@ -22,7 +22,7 @@ def summary(tmp_path: Path) -> dict:
 def test_depth_measures_the_class_token(
     call, options: dict[str, object], folder_vit: Path, tmp_path: Path
 ) -> None:
-    done = call("depth", **options, k=4, untrained=True)
+    done = call("depth", **options, k=4, untrained=True, drawn=True)
     trace = tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
     expected = tlc.depth_coupling(trace, 4, position=0).mean()
     assert tlc.CouplingMap.load(tmp_path / "out" / "depth.nc").mean() == pytest.approx(

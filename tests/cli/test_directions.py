@@ -25,7 +25,7 @@ def test_directions_prints_and_writes_what_the_library_gives(
     out = tmp_path / "out"
     options = ["--model", folder_model, "--prompts", prompts_file, "--layer", 0]
     options += ["--k", 2, "--draws", 2, "--rank", 2, "--steer", "--ablate"]
-    printed = call("directions", *options, "--out", out).out
+    printed = call("directions", *options, "--out", out, drawn=True).out
     model = tlc.load_model(str(folder_model))
     first, *others = (tlc.trace(model, text) for text in TEXTS)
     expected = tlc.directions.decode(first, 0, 2, others=others, n_draws=2)

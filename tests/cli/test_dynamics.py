@@ -16,7 +16,9 @@ def test_the_command_saves_draws_and_prints_what_the_functions_give(
     call, folder_model: Path, tmp_path: Path
 ) -> None:
     options = {"model": folder_model, "prompt": PROMPT, "draws": 3, "seed": 5}
-    done = call("dynamics", "--runs", "--untrained", out=tmp_path, **options)
+    done = call(
+        "dynamics", "--runs", "--untrained", out=tmp_path, drawn=True, **options
+    )
     assert {path.name for path in tmp_path.iterdir()} == {
         "products.nc",
         "products-untrained.nc",

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pandas
@@ -9,6 +10,7 @@ import pytest
 from scipy import stats
 
 import tiny
+from blank_pictures import unrendered
 from command_line import typed
 from fake_survey import survey
 from tl_coupling import Settings
@@ -28,14 +30,17 @@ PICTURES = {
 @pytest.fixture
 def call(monkeypatch, capsys, as_a_user):
     """The command in this process: exit status, standard output, standard error, both
-    as one line.
+    as one line. Pictures are rendered with `drawn=True`.
     """
 
-    def run(*arguments: object, **options: object) -> tuple[int, str, str]:
+    def run(
+        *arguments: object, drawn: bool = False, **options: object
+    ) -> tuple[int, str, str]:
         words = [*map(str, arguments), *typed(**options)]
         monkeypatch.setattr(sys, "argv", ["tl-coupling", "generalization", *words])
         monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as stopped:
+        rendering = nullcontext() if drawn else unrendered()
+        with rendering, pytest.raises(SystemExit) as stopped:
             main()
         streams = capsys.readouterr()
         return (
@@ -87,7 +92,7 @@ def test_scores_of_a_file(call, given, tmp_path):
     file, scores, _, table = given
     options = {"survey": file, "scores": scores, "k": 5, "resamples": 100}
     options |= {"subset": "high=score > 45", "control": "log10(n_parameters)"}
-    status, output, _ = call(**options, out=tmp_path / "out")
+    status, output, _ = call(**options, out=tmp_path / "out", drawn=True)
     assert status == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["association"]["linear"]["r_squared"] == pytest.approx(1)

@@ -38,7 +38,7 @@ def said(call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setenv("FORCE_COLOR", "1")
 
     def run(*arguments: object, **options: Any) -> str:
-        streams = call(*arguments, **options)
+        streams = call(*arguments, drawn=True, **options)
         text = f"{streams.out}\n{streams.err}"
         # But for rich's own: colours, the cursor, lines that are drawn again.
         text = re.sub(r"\x1b\[(?:[\d;]*[mA]|2K|\?25[lh])", "", text)

@@ -75,7 +75,7 @@ def test_how_far_measures_move(
     options = {"model": folder_model, "prompts": prompts, "k": [4, 8]}
     precisions = ["float32", "bfloat16", "nf4"]
     output = call(
-        "precision", **options, precision=precisions, out=tmp_path / "out"
+        "precision", **options, precision=precisions, out=tmp_path / "out", drawn=True
     ).out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {

@@ -25,7 +25,7 @@ def test_redundancy_prints_what_each_block_costs(
     prompts.write_text('{"prompt": "w1 w2 w3 w4"}\n{"prompt": "w9 w8 w7"}\n')
     out = tmp_path / "out"
     options = ["--model", model, "--prompts", prompts, "--k", 4]
-    printed = call("redundancy", *options, "--out", out).out
+    printed = call("redundancy", *options, "--out", out, drawn=True).out
     data = xarray.load_dataset(out / "redundancy.nc")
     summary = json.loads((out / "summary.json").read_text())
     changes = ("dropped", "swapped", "merged", "projected", "exited")

@@ -10,7 +10,9 @@ import tl_coupling as tlc
 @pytest.mark.long("measures SmolLM2 and its twin, everything")
 def test_the_command_writes_one_page(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "page.html"
-    done = call("report", model=folder_model, prompt="w3 w14 w15", k=[4, 8], out=out)
+    done = call(
+        "report", model=folder_model, prompt="w3 w14 w15", k=[4, 8], out=out, drawn=True
+    )
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
     assert str(out) in done.out
     # On a slow machine stages that take over five seconds are said.

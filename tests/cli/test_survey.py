@@ -44,7 +44,7 @@ def options(models: Path, prompts: Path, tmp_path: Path) -> list[object]:
 def test_a_survey_by_task_and_its_rerun(
     call, options, models: Path, tmp_path: Path
 ) -> None:
-    output = call(*options, "--per-task", 3, "--prompts-per-unit", 4).out
+    output = call(*options, "--per-task", 3, "--prompts-per-unit", 4, drawn=True).out
     data = open_survey(tmp_path / "out" / "units").load()
     assert data["model"].values.tolist() == [str(models / "one"), "second"]
     assert data["task"].values.tolist() == ["sums"] * 3 + ["riddles"] * 3

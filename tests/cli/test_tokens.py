@@ -31,7 +31,13 @@ def jacobian(layer: int, t1: int, t2: int) -> torch.Tensor:
 def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     done = call(
-        "tokens", model=folder_model, prompt=PROMPT, k=[4, 8], untrained=True, out=out
+        "tokens",
+        model=folder_model,
+        prompt=PROMPT,
+        k=[4, 8],
+        untrained=True,
+        out=out,
+        drawn=True,
     )
     pictures = {f"{name}-{ending}.png" for name in MAPS for ending in ("k4", "k8")} | {
         "self-matrices.png",

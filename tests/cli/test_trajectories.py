@@ -26,7 +26,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_checkpoints_side_by_side(call, run_folder: Path, tmp_path: Path) -> None:
     steps = ["--checkpoint", 0, "--checkpoint", 16]
     options = ["--model", run_folder, *steps, "--prompt", PROMPT]
-    printed = call("compare-trajectories", *options, "--out", tmp_path).out
+    printed = call("compare-trajectories", *options, "--out", tmp_path, drawn=True).out
     means = json.loads((tmp_path / "summary.json").read_text())["mean"]
     assert list(means) == ["step 0", "step 16"]
     for step in STEPS:

@@ -81,7 +81,12 @@ def shapes(x: list[torch.Tensor], token: int) -> dict[str, float]:
 def test_results_pictures_and_table(call, folder_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
     done = call(
-        "trajectory", model=folder_model, prompt=PROMPT, untrained=True, out=out
+        "trajectory",
+        model=folder_model,
+        prompt=PROMPT,
+        untrained=True,
+        out=out,
+        drawn=True,
     )
     written = {path.name for path in out.iterdir()}
     assert written == {

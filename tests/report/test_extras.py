@@ -2,6 +2,7 @@
 
 import html
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import tiny
 import tl_coupling as tlc
+from blank_pictures import unrendered
 from html_reader import Reader
 from tl_coupling.report import html_report
 
@@ -32,8 +34,15 @@ def runs(tokenizer_folder: Path) -> dict[str, tlc.portraits.Portrait]:
     }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _unrendered() -> Iterator[None]:
+    """Only text is looked at."""
+    with unrendered():
+        yield
+
+
 @pytest.fixture(scope="module")
-def page(runs: dict[str, tlc.portraits.Portrait]) -> str:
+def page(runs: dict[str, tlc.portraits.Portrait], _unrendered: None) -> str:
     return html_report(runs)
 
 
@@ -129,6 +138,7 @@ def test_the_command_takes_them(call, folder_model: Path, tmp_path: Path) -> Non
         "--products",
         "--no-untrained",
         directions=-1,
+        drawn=True,
         **options,
     )
     page = out.read_text(encoding="utf-8")

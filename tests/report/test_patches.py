@@ -16,6 +16,7 @@ from PIL import Image
 
 import browser
 import tl_coupling as tlc
+from blank_pictures import unrendered
 from tl_coupling.report import html_report, write_report
 from vision_models import NETWORKS, pixels, vit
 
@@ -45,6 +46,12 @@ def page(
     return write_report(tmp_path_factory.mktemp("report") / "report.html", runs)
 
 
+@pytest.fixture(scope="module")
+def text(runs: dict[str, tlc.portraits.Portrait]) -> str:
+    with unrendered():
+        return text_of(html_report(runs))
+
+
 def text_of(page: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", page[: page.index("<script")]).split())
 
@@ -66,8 +73,7 @@ def test_the_picture_is_shown_once_each_pixel_a_square(
         )
 
 
-def test_the_words_are_those_for_an_image(page: Path) -> None:
-    text = text_of(page.read_text(encoding="utf-8"))
+def test_the_words_are_those_for_an_image(text: str) -> None:
     assert (
         "9 tokens: 0 cls and 4 × 2 patches, named by row and column, 1 0,0 … 8 3,1"
         in text
@@ -85,9 +91,8 @@ def test_the_words_are_those_for_an_image(page: Path) -> None:
 
 
 def test_the_numbers_over_the_picture_are_those_of_the_results(
-    runs: dict[str, tlc.portraits.Portrait], page: Path
+    runs: dict[str, tlc.portraits.Portrait], text: str
 ) -> None:
-    text = text_of(page.read_text(encoding="utf-8"))
     for name, run in runs.items():
         norms = run.influence.frobenius_norm[:, 1:]
         share = norms / norms.sum(1, keepdim=True)

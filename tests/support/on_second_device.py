@@ -453,8 +453,8 @@ def _planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
         ),
         pytest.param(
             saved,
-            "value.detach().cpu().numpy()",
-            "value.detach().numpy()",
+            "tensor = tensor.detach().cpu()",
+            "tensor = tensor.detach()",
             lambda module, trace: module.Saved.to_dataset(tlc.depth_coupling(trace, K)),
             id="an array without a copy to the CPU",
         ),
