@@ -376,6 +376,7 @@ def chromium() -> Any:
         yield driver
 
 
+@pytest.mark.long("shows a page in a browser")
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.filterwarnings("ignore:.*is 0 for 1 matrices")
 def test_views_of_hostile_tokens_in_a_browser(
@@ -485,6 +486,7 @@ def test_the_pointer_over_a_map_reads_every_pair(
     assert by_value == sorted(shown_as, key=lambda pair: -shown_as[pair][0])
 
 
+@pytest.mark.long("shows a page in a browser")
 def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     page = tmp_path / "tokens.html"
     page.write_text(

@@ -19,6 +19,7 @@ from torch import nn
 import browser
 import tiny
 import tl_coupling as tlc
+from blank_pictures import unrendered
 from html_reader import Reader
 from tl_coupling.interactive import visible_token
 from tl_coupling.report import html_report, write_report
@@ -205,7 +206,8 @@ def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
         return ax
 
     monkeypatch.setattr(tlc.plots, "plot_coupling", spy)
-    html_report(runs)
+    with unrendered():
+        html_report(runs)
     assert pyplot.get_fignums() == []
     kinds = ("self", None, 4), ("context", "input", 4), ("context", "output", 4)
     assert set(drawn) == {("depth", None, 4), ("depth", None, 8), *kinds}
@@ -225,7 +227,9 @@ def test_the_same_results_give_the_same_page(
 
 def test_one_token(tokenizer_folder: Path) -> None:
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
-    page = Reader(html_report({"alone": tlc.portrait(tlc.trace(model, [3]), k=(4,))}))
+    measured = tlc.portrait(tlc.trace(model, [3]), k=(4,))
+    with unrendered():
+        page = Reader(html_report({"alone": measured}))
     assert "There is no token before the measured one." in page.text
     assert "The prompt has one token" in page.text
     assert not [image for image in page.all("img") if "tokens" in str(image["alt"])]
@@ -234,7 +238,9 @@ def test_one_token(tokenizer_folder: Path) -> None:
 def test_a_first_and_a_last_token_leave_maps_out(tiny_trace: tlc.Trace) -> None:
     measured = tlc.portrait(tiny_trace, k=(4,), position=0, input_position=-1)
     assert list(measured.tokens) == ["self"]
-    assert "There is no token before the measured one." in html_report({"a": measured})
+    with unrendered():
+        page = html_report({"a": measured})
+    assert "There is no token before the measured one." in page
 
 
 def test_a_report_that_cannot_be_drawn_leaves_the_old_one(tmp_path: Path) -> None:
@@ -336,6 +342,7 @@ def test_the_embedded_model_on_a_page(
         )
 
 
+@pytest.mark.long("shows a page in a browser")
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pointing_at_a_token_shows_its_value(
     chromium: Any, runs: dict[str, tlc.portraits.Portrait], page: Path, width: int
@@ -371,6 +378,7 @@ def test_pointing_at_a_token_shows_its_value(
     assert not browser.scrolls_sideways(chromium)
 
 
+@pytest.mark.long("shows a page in a browser")
 def test_the_policy_stops_scripts_and_requests(chromium: Any, page: Path) -> None:
     browser.open_page(chromium, page, 1280)
     chromium.execute_script(
@@ -392,6 +400,7 @@ def test_the_policy_stops_scripts_and_requests(chromium: Any, page: Path) -> Non
     assert chromium.execute_script("return window.hit ?? null") is None
 
 
+@pytest.mark.long("shows a page in a browser")
 def test_dark_pages_stay_legible(chromium: Any, page: Path) -> None:
     try:
         dark = {
