@@ -4,6 +4,7 @@ transformers skips would be another model.
 
 import importlib.util
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import model_folders
 import tiny
 import tl_coupling as tlc
+from tl_coupling.models.gguf_contents import CompletedConfig, GgufContents
 
 # transformers reads these files, in one version for both lines of TransformerLens.
 pytestmark = [
@@ -264,3 +266,145 @@ def test_factors_of_another_number_of_pairs_are_refused(path: Path) -> None:
 def test_an_adapter_alone_says_what_to_do(path: Path) -> None:
     save_gguf(path, settings={"general.type": "adapter"})
     assert "is an adapter alone: merge it" in refused(path)
+
+
+def config_of(path: Path, architecture: str, settings: dict[str, Any]) -> Any:
+    """Return the configuration of a file without weights. `settings` are keys of the
+    architecture, and tensors.
+    """
+    from gguf import GGUFWriter
+    from transformers import PretrainedConfig
+
+    writer = GGUFWriter(path, architecture)
+    add: dict[type, Any] = {
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    sizes = {
+        "context_length": 8192,
+        "embedding_length": 256,
+        "block_count": 2,
+        "feed_forward_length": 512,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 4,
+        "vocab_size": 100,
+    }
+    for key, value in (sizes | settings).items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+        else:
+            add[type(value)](f"{architecture}.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fields, _ = PretrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
+    contents = GgufContents.of(str(path), path)
+    return CompletedConfig(contents, fields).config()
+
+
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "expected"),
+    [
+        (
+            "gemma3",
+            {"rope.freq_base": 1e6, "attention.key_length": 32, **LINEAR},
+            {
+                "rope_parameters": {
+                    # llama.cpp scales layers alone that see everything.
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {
+                        "rope_type": "linear",
+                        "factor": 8.0,
+                        "rope_theta": 1e6,
+                    },
+                }
+            },
+        ),
+        (
+            "gemma2",
+            {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 0.0},
+            {"attn_logit_softcapping": 40.0, "final_logit_softcapping": None},
+        ),
+        ("gemma2", {"block_count": 46}, {"query_pre_attn_scalar": 32}),
+        ("phi3", {"attention.sliding_window": 2047}, {"sliding_window": 2047}),
+        ("qwen3", {"attention.key_length": 64}, {"head_dim": 64}),
+        (
+            "qwen3moe",
+            {"expert_count": 8, "expert_feed_forward_length": 96},
+            {"moe_intermediate_size": 96},
+        ),
+        (
+            "starcoder2",
+            {"rope.freq_base": 5e4},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        ),
+        ("nemotron", {"attention.layer_norm_epsilon": 0.25}, {"norm_eps": 0.25}),
+        (
+            "falcon",
+            {"attention.layer_norm_epsilon": 0.25},
+            {"layer_norm_epsilon": 0.25},
+        ),
+        (
+            "stablelm",
+            {"rope.dimension_count": 16, "rope.freq_base": 5e4},
+            {
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 5e4,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+        ),
+        (
+            "phi3",
+            {
+                "rope.dimension_count": 8,
+                "rope.scaling.attn_factor": 1.25,
+                "rope.scaling.original_context_length": 4096,
+                "rope_factors_long.weight": np.full(4, 2.0, dtype=np.float32),
+                "rope_factors_short.weight": np.full(4, 1.5, dtype=np.float32),
+            },
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.25,
+                    "long_factor": [2.0] * 4,
+                    "short_factor": [1.5] * 4,
+                    "attention_factor": 1.25,
+                    "original_max_position_embeddings": 4096,
+                }
+            },
+        ),
+    ],
+)
+def test_other_architectures_are_told_what_they_have_a_place_for(
+    path: Path, architecture: str, settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = config_of(path, architecture, settings)
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "setting", "value"),
+    [
+        # Phi 3 in transformers knows LongRoPE alone.
+        ("phi3", "rope.scaling.factor", 8.0),
+        ("qwen2", "attention.sliding_window", 512),
+        ("qwen2", "attn_logit_softcapping", 50.0),
+        ("gpt2", "rope.freq_base", 1e4),
+        ("gemma3", "attention.scale", 0.3),
+    ],
+)
+def test_other_architectures_refuse_the_rest(
+    path: Path, architecture: str, setting: str, value: Any
+) -> None:
+    message = f"holds {architecture}.{setting} = {value}"
+    with pytest.raises(tlc.ModelError, match=re.escape(message)):
+        config_of(path, architecture, {setting: value})
