@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import tl_coupling as tlc
 from tl_coupling.gradients import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.decomposed import sharing_a_reading
+from tl_coupling.jacobians.memory import Needs
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.surveys import Settings, measure_prompts
@@ -55,6 +57,29 @@ def test_sizes_in_words() -> None:
         "3 MiB",
         "1 TiB",
     ]
+
+
+def test_at_work_is_a_jacobian_or_svds_whichever_is_larger(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four rows of 8 bytes at a time, or an SVD of 12 matrices in each thread; the
+    matrices that wait for it, and their copies, are there in either case.
+    """
+    needs = Needs(
+        result=0,
+        spectra=0,
+        jacobians=0,
+        matrix=100,
+        of_seed=8,
+        chunk_size=4,
+        at_once=3,
+    )
+    waiting = 2 * 3 * 100
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert needs.working == 2 * 12 * 100 + waiting
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert needs.working == 3 * 12 * 100 + waiting
+    assert replace(needs, of_seed=1000).working == 4 * 1000 + 100 + waiting
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

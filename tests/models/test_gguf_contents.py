@@ -405,6 +405,6 @@ def test_other_architectures_are_told_what_they_have_a_place_for(
 def test_other_architectures_refuse_the_rest(
     path: Path, architecture: str, setting: str, value: Any
 ) -> None:
-    message = f"holds {architecture}.{setting} = {value}"
+    message = f"{architecture}.{setting} = {value}"
     with pytest.raises(tlc.ModelError, match=re.escape(message)):
         config_of(path, architecture, {setting: value})
