@@ -45,7 +45,8 @@ def in_tiers(names: Iterable[str]) -> list[Any]:
         name: pytest.mark.long("draws, or measures many")
         for name in names
         if re.search(
-            r"plot_|report|portrait|surveys|checkpoint|generalization|\.run$", name
+            r"plot_|report|portrait|surv|checkpoint|generalization|dynamics|draws|\.run$",
+            name,
         )
     }
     return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(names)]

@@ -34,7 +34,7 @@ TEXTS = {
     if "_made" not in path.parts
 }
 # One that takes seconds.
-PAGE_OF_FAST_TIER = "docs/how-to/from-transformerlens.md"
+PAGE_OF_FAST_TIER = "docs/concepts/measures.md"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 

@@ -67,11 +67,17 @@ PUBLIC = {
 }
 
 
-def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def depth(tiny_trace: tlc.Trace) -> tlc.CouplingMap:
+    return tlc.depth_coupling(tiny_trace, k=2)
+
+
+def fitting(
+    function: Callable[..., Any], trace: tlc.Trace, depth: tlc.CouplingMap
+) -> dict[str, Any]:
     """What a function cannot be called without, of the right kind and nothing more: it
     is never run.
     """
-    depth = tlc.depth_coupling(trace, k=2)
     by_name = {
         **{
             "trace": trace,
@@ -207,9 +213,9 @@ def fitting(function: Callable[..., Any], trace: tlc.Trace) -> dict[str, Any]:
 
 @pytest.mark.parametrize("function", PUBLIC.values(), ids=PUBLIC)
 def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
-    function: Callable[..., Any], tiny_trace: tlc.Trace
+    function: Callable[..., Any], tiny_trace: tlc.Trace, depth: tlc.CouplingMap
 ) -> None:
-    needed = fitting(function, tiny_trace)
+    needed = fitting(function, tiny_trace, depth)
     for name, parameter in inspect.signature(function).parameters.items():
         if name in ("self", "cls") or parameter.annotation is Any:
             continue
@@ -280,9 +286,10 @@ WHOLE = {
     [(name, number) for name, numbers in WHOLE.items() for number in numbers],
 )
 def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
-    name: str, parameter: str, tiny_trace: tlc.Trace
+    name: str, parameter: str, tiny_trace: tlc.Trace, depth: tlc.CouplingMap
 ) -> None:
     function = PUBLIC[name]
+    needed = fitting(function, tiny_trace, depth)
     for wrong in (
         2.5,
         2.0,
@@ -296,7 +303,7 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
         with pytest.raises(
             TypeError, match=rf"^`{parameter}` must be a whole number( or None)?, got "
         ):
-            function(**fitting(function, tiny_trace) | {parameter: wrong})
+            function(**needed | {parameter: wrong})
 
 
 @pytest.mark.parametrize(

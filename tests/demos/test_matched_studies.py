@@ -212,6 +212,7 @@ def loss_of(out: Path, mark: str) -> float:
     return table.loc[table["mark"] == mark, "loss_held_out"].mean()
 
 
+@pytest.mark.long("trains models")
 def test_what_is_finished_is_kept_and_the_rest_done_again(
     of_capacity, small_text, monkeypatch
 ):

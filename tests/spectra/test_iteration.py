@@ -312,6 +312,7 @@ def test_spectra_made_by_hand_know_nothing_of_how():
     assert (both.S.shape, both.steps, both.norm) == ((2, 3), None, None)
 
 
+@pytest.mark.long("measures SmolLM2")
 def test_measures_of_a_real_model_are_those_of_float64(smollm2):
     """Also where the cut falls between two close singular values."""
     J = tlc.block_jacobians(
