@@ -3,6 +3,7 @@ planted to see whether the fast one notices.
 """
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,31 @@ def test_a_mark_of_the_long_tier_says_why(pytester: pytest.Pytester) -> None:
     ended = pytester.runpytest_inprocess()
     assert ended.ret == pytest.ExitCode.USAGE_ERROR
     ended.stderr.fnmatch_lines(["*test_it* is marked `long` without a reason*"])
+
+
+def test_tests_of_a_group_run_in_one_process(pytester: pytest.Pytester) -> None:
+    """Else what they share is made once in each: pytest 9.2 and pytest-xdist 3.8 do
+    that without a word (pytest-xdist#1386).
+    """
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+
+        @pytest.mark.xdist_group("one")
+        @pytest.mark.parametrize("n", range(8))
+        def test_it(n, record_property):
+            record_property("process", os.getpid())
+        """
+    )
+    ended = pytester.runpytest_subprocess(
+        *("-n", "2", "--dist", "loadgroup", "--junit-xml", "run.xml")
+    )
+    ended.assert_outcomes(passed=8)
+    text = (pytester.path / "run.xml").read_text()
+    processes = re.findall(r'name="process" value="(\d+)"', text)
+    assert len(processes) == 8
+    assert len(set(processes)) == 1
 
 
 def test_a_planted_error_changes_one_line_of_its_room(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from html_reader import Reader
 from tl_coupling.interactive import visible_token
 from tl_coupling.report import html_report, write_report
 
+# Who makes the page shows it, where tests are grouped.
+pytestmark = pytest.mark.xdist_group("report")
+
 HOSTILE = [
     "<s>",
     "</script>",

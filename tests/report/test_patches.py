@@ -20,6 +20,9 @@ from blank_pictures import unrendered
 from tl_coupling.report import html_report, write_report
 from vision_models import NETWORKS, pixels, vit
 
+# Who makes the page shows it, where tests are grouped.
+pytestmark = pytest.mark.xdist_group("report of an image")
+
 NAME = "<b>&amp;.png"
 
 
@@ -118,7 +121,8 @@ def test_a_model_without_classes_has_no_entropy(folder_vit: Path) -> None:
     trace = tlc.trace(vit("ViTModel")[0], pixels())
     with pytest.warns(UserWarning, match="no logit-lens entropy"):
         measured = tlc.portrait(trace, k=(4,), position=-1)
-    text = text_of(html_report({"trained": measured}))
+    with unrendered():
+        text = text_of(html_report({"trained": measured}))
     assert "How certain" not in text
     assert "The image as the model reads it, 8 × 16 pixels." in text
     # The measured patch has no share of its own.
@@ -132,7 +136,8 @@ def test_tokens_that_are_no_patches_are_not_drawn_over_the_picture(
 ) -> None:
     trace = runs["trained"].trace
     unknown = replace(trace, provenance=trace.provenance | {"patch_grid": None})
-    page = html_report({"trained": replace(runs["trained"], trace=unknown)})
+    with unrendered():
+        page = html_report({"trained": replace(runs["trained"], trace=unknown)})
     assert 'id="patches"' not in page
     assert "#patches" not in page
     assert "9 tokens: 0 cls 1 0,0 2 0,1" in text_of(page)
@@ -144,7 +149,8 @@ def test_a_text_that_is_read_both_ways_is_no_image() -> None:
     network = NETWORKS["bert"]()
     with pytest.warns(UserWarning, match="no logit-lens entropy"), torch.no_grad():
         measured = tlc.portrait(tlc.trace_modules(network.blocks, network.run), k=(4,))
-    text = text_of(html_report({"trained": measured}))
+    with unrendered():
+        text = text_of(html_report({"trained": measured}))
     assert "What the other tokens do to 5 5" in text
     assert "The image" not in text
     # Its blocks normalise after adding: said on top, not only among how it was made.
