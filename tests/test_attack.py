@@ -23,7 +23,7 @@ def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
     # Those of workers and commands take half a minute each; test_interrupts.py and
     # surveys/test_executors.py have their like.
     kinds = ["runs", "measurements", "folders", "plan", "changes", "disks", "inputs"]
-    kinds.append("saved files")
+    kinds += ["arguments", "threads", "saved files"]
     command = [sys.executable, "-m", "attack", "--share", "0.02", "--only", *kinds]
     ended = subprocess.run(
         [*command, "--save", tmp_path / "found.json"],
@@ -43,7 +43,7 @@ def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
         **{"racing plans": 1, "orphans of an earlier plan": 1},
         **{"changes under streamed models": 1, "changes under resident models": 1},
         **{"damaged folders": 1, "full disks": 1, "hostile inputs": 2},
-        **{"damaged saved files": 4},
+        **{"changed arguments": 2, "threads": 1, "damaged saved files": 4},
     }
 
 

@@ -45,6 +45,49 @@ def test_the_rest_gives_what_the_whole_model_gives(
     assert float(of_whole.kl.max()) > 1e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_run_on_one_token_too(
+    dtype, tokenizer_folder, monkeypatch
+):
+    """In float32, as everything is measured: the effects are those of the same weights in
+    float32, up to the rounding of the recorded stream.
+    """
+    model = tiny.bridge(tiny.huggingface_model("llama", dtype=dtype), tokenizer_folder)
+    said = []
+    agrees = Onward.agrees
+    monkeypatch.setattr(
+        Onward, "agrees", lambda *args: said.append(agrees(*args)) or said[-1]
+    )
+    of_rest = steered(model)
+    assert said == [True, True]
+    in_float32 = steered(model.float())
+    assert said == [True] * 4
+    torch.testing.assert_close(of_rest.kl, in_float32.kl, atol=1e-4, rtol=0.05)
+
+
+def test_in_16_bits_a_row_that_meets_others_is_not_taken_for_the_model(
+    tokenizer_folder, monkeypatch
+):
+    """Off by less than the model rounds, which only the same arithmetic shows."""
+    model = tiny.bridge(
+        tiny.huggingface_model("llama", dtype=torch.bfloat16), tokenizer_folder
+    )
+    traced = tlc.trace(model, PROMPTS[0])
+    onward = Onward(traced, 1, traced.n_pos - 1)
+    row = traced.residual[1, -1]
+    log_p = onward.log_probabilities(row[None])[0]
+    assert onward.agrees(row, log_p)
+    original = type(traced.blocks[1]).outputs_of_each
+    monkeypatch.setattr(
+        type(traced.blocks[1]),
+        "outputs_of_each",
+        lambda *args: 1.003 * original(*args),
+    )
+    moved = onward.log_probabilities(row[None])[0]
+    assert 2e-5 < float((moved.exp() - log_p.exp()).abs().max()) < 2**-8
+    assert not onward.agrees(row, log_p)
+
+
 def test_a_token_that_is_not_the_last(tokenizer_folder, monkeypatch):
     model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
     of_rest = steered(model, position=1)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -186,6 +187,8 @@ class BlockFunction:
             BlockError: rows meet in something else than keys and values, or the block
                 takes one sequence at a time.
         """
+        # Its context depends on the reference, which must be made before `evaluation()`.
+        self.reference(position)
         with self.evaluation():
             return self._ways.outputs_of_each(rows, position)
 
@@ -234,6 +237,11 @@ class BlockFunction:
         """
         self.refer_to([t2])
         return self._gate.agrees(y, products, t1, t2)
+
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The coarsest dtype that the model itself computes the block in."""
+        return self._gate.own_dtype
 
     def changed(self) -> StepError:
         """Return the error where the full sequence no longer agrees with itself."""

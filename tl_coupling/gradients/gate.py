@@ -256,12 +256,12 @@ class Gate:
                     raise
                 raise self._failed(error) from error
             difference = (Y - recorded.Y).float().norm(dim=1)
-        eps = torch.finfo(self._own_dtype).eps
+        eps = torch.finfo(self.own_dtype).eps
         tolerance = eps * recorded.Y.float().norm(dim=1)
         self._refuse(difference, ~(difference <= tolerance))
 
     @property
-    def _own_dtype(self) -> torch.dtype:
+    def own_dtype(self) -> torch.dtype:
         """The coarsest dtype of the recorded call other than X's.
 
         It is X's where the model computes in that alone.
@@ -276,7 +276,7 @@ class Gate:
     ) -> Bool[Tensor, " n_pos"]:
         """Say where f(X) is not the traced step, up to rounding in the model's dtype."""
         difference = (Y - self.step).norm(dim=1)
-        eps = torch.finfo(self._own_dtype).eps if self.recorded else 0
+        eps = torch.finfo(self.own_dtype).eps if self.recorded else 0
         of_step = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
         stream_norm = self.rows.X.norm(dim=1)
         of_stream = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
@@ -297,7 +297,7 @@ class Gate:
             self._refuse(difference, differs)
             return
         dtype = str(self.rows.X.dtype).removeprefix("torch.")
-        own_dtype = str(self._own_dtype).removeprefix("torch.")
+        own_dtype = str(self.own_dtype).removeprefix("torch.")
         percent = _in_percent(difference, self.step.norm(dim=1), differs)
         self.remarks.add(
             "precision",
