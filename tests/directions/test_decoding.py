@@ -176,3 +176,23 @@ def test_heads_are_what_they_add_behind_a_norm(architecture, tokenizer_folder):
     )
     # All of the stream is one component or another.
     assert float(decoded.reads[:, -1].abs().max()) < 1e-4
+
+
+def test_an_unembedding_that_cannot_be_differentiated_is_said(
+    trace: tlc.Trace,
+) -> None:
+    """torch.func has no numpy."""
+    kept = []
+    unembedding = trace.model.original_model.get_output_embeddings()
+    handle = unembedding.register_forward_pre_hook(
+        lambda _, args: kept.append(args[0].detach().cpu().numpy())
+    )
+    try:
+        with pytest.raises(
+            tlc.gradients.DerivativeError,
+            match="norm or unembedding cannot be differentiated",
+        ):
+            tlc.directions.decode(trace, 0, K, n_tokens=99, n_draws=6)
+    finally:
+        handle.remove()
+    assert kept

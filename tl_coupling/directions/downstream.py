@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks import is_out_of_memory
+from tl_coupling.gradients import DerivativeError
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.traces import Trace
 
@@ -44,6 +46,8 @@ def change_of_logits(
 
     Norm, unembedding and soft cap are the model's own, differentiated at the stream that
     left the last block.
+
+    Raises DerivativeError where torch.func fails on them.
     """
     x = trace.residual[-1, position]
 
@@ -57,4 +61,15 @@ def change_of_logits(
     # The first call runs the whole model once, which need not be differentiable forwards.
     logits(x)
     rows: Sequence[Tensor] = vectors.to(x).split(_AT_ONCE)
-    return torch.cat([torch.func.vmap(along)(some) for some in rows])
+    try:
+        return torch.cat([torch.func.vmap(along)(some) for some in rows])
+    except Exception as error:
+        # A foreign norm or unembedding may raise anything within torch.func.
+        if is_out_of_memory(error):
+            raise
+        message = " ".join(str(error).split())[:300]
+        raise DerivativeError(
+            "the model's final norm or unembedding cannot be differentiated: it runs, but "
+            f"not within torch.func ({type(error).__name__}: {message}). Take away what "
+            "fails there, such as a hook that keeps numbers"
+        ) from error
