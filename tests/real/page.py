@@ -62,7 +62,7 @@ def section(outcomes: list[dict[str, Any]]) -> str:
             "model": outcome["name"],
             "weights of": outcome["source"],
             "licence": outcome["licence"],
-            "SHA-256 of the file": outcome.get("sha256", "–"),
+            "SHA-256 of the file": outcome["sha256"],
         }
         for outcome in outcomes
     )
@@ -129,13 +129,13 @@ def _checks(outcome: dict[str, Any]) -> dict[str, str]:
         "way": ", ".join(f"{way} {n}" for way, n in outcome["ways"].items()),
         "refused": str(len(outcome["refused"])),
         "wrong": str(len(outcome["wrong"])),
-        "tensors": str(outcome.get("n_tensors") or "–"),
+        "tensors": str(outcome["n_tensors"] or "–"),
         "autograd": f"{outcome['autograd_error']:.0e}",
         "finite difference": f"{outcome['difference_error']:.0e}",
         "beyond float32": f"{outcome['n_beyond_float32']} ({outcome['float32_error']:.0e})",
         "released algorithm": ", ".join(by_k),
         "stream": " → ".join(f"{norm:,.0f}" for norm in outcome["stream"]),
-        "load CPU s": f"{seconds.get('load', 0):.0f}",
+        "load CPU s": f"{seconds['load']:.0f}",
         "all CPU s": f"{sum(seconds.values()):.0f}",
         "peak GiB": f"{outcome['peak_gib']:.1f}",
     }
