@@ -135,7 +135,7 @@ def _checks(outcome: dict[str, Any]) -> dict[str, str]:
         "beyond float32": f"{outcome['n_beyond_float32']} ({outcome['float32_error']:.0e})",
         "released algorithm": ", ".join(by_k),
         "stream": " → ".join(f"{norm:,.0f}" for norm in outcome["stream"]),
-        "load CPU s": f"{seconds['load']:.0f}",
+        "load CPU s": f"{seconds.get('load', 0):.0f}",
         "all CPU s": f"{sum(seconds.values()):.0f}",
         "peak GiB": f"{outcome['peak_gib']:.1f}",
     }
