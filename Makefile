@@ -22,7 +22,7 @@ TAG ?=
 PYTHONS ?= python3.11 python3.13
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures zoo real attack same check
-.PHONY: test test-tl4 test-tl3 test-long test-long-tl4 test-long-tl3 coverage plant-errors
+.PHONY: check-code check-examples test test-tl4 test-tl3 test-long test-long-tl4 test-long-tl3 coverage plant-errors
 .PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Two at a time: environments; checks beside tests.
@@ -73,7 +73,7 @@ pictures: .venv/ready
 	.venv/bin/python demos/pictures.py --out docs
 
 # One thread for each process: threads that wait for each other cost more than they save.
-check test-tl4 test-tl3 test-long-tl4 test-long-tl3 coverage plant-errors: export OMP_NUM_THREADS = 1
+check-code check-examples test-tl4 test-tl3 test-long-tl4 test-long-tl3 coverage plant-errors: export OMP_NUM_THREADS = 1
 
 # All tests run on TransformerLens 4.x, those that depend on it on 3.9 as well. The long tier has the tests marked
 # `long`, which says why; what shares a fixture that takes long stays in one process (`xdist_group`).
@@ -133,10 +133,15 @@ attack: .venv/ready
 same: .venv/ready
 	PYTHONPATH=tools .venv/bin/python -m same_numbers $(BEFORE) $(AFTER) $(if $(NOTEBOOKS),--notebooks) $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep $(KEEP))
 
-check: .venv/ready
+check: check-code check-examples
+
+check-code: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+# Those in docstrings.
+check-examples: .venv/ready
 	.venv/bin/python -m pytest --doctest-modules tl_coupling
 
 # The site, from docs/, docstrings and the notebooks, which are run: docs/_build/html/index.html
