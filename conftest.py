@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_imports() -> None:
     """Freeze what was imported by now: to look for garbage in it again and again takes
-    a quarter of the time of tests of surveys, which ask for that before each unit.
+    a good part of the time of surveys, which ask for that before each unit.
     """
     gc.collect()
     gc.freeze()

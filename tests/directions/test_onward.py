@@ -109,6 +109,7 @@ def test_a_rest_that_is_not_the_models_is_not_used(tokenizer_folder):
     assert not onward.agrees(1.1 * traced.residual[1, 0], own)
     shifted = (own.exp() + torch.tensor([1e-4, *[0] * (len(own) - 1)])).log()
     assert not onward.agrees(row, shifted)
+    assert not onward.agrees(row, torch.full_like(own, torch.nan))
 
 
 def test_tokens_that_act_on_earlier_ones_are_no_context(monkeypatch, tokenizer_folder):

@@ -81,10 +81,11 @@ class Onward(NamedTuple):
             # Not a model whose rest can be run on one row, or on several apart.
             return False
         rounding = self._rounding
-        if bool((p - log_p.exp()).abs().max() > _TOLERANCE + _ROUNDINGS * rounding):
-            return False
-        if not rounding:
-            return True
+        tolerance = _TOLERANCE + _ROUNDINGS * rounding
+        # NaN agrees with nothing.
+        is_the_models = bool((p - log_p.exp()).abs().max() <= tolerance)
+        if not is_the_models or not rounding:
+            return is_the_models
         of_all_rows = self._log_probabilities_of_all_rows(row).exp()
         return bool((p - of_all_rows).abs().max() <= _TOLERANCE)
 
