@@ -31,7 +31,6 @@ from benchmarks.timing import (
     chosen_device,
     console,
     environment,
-    most_of_forks,
     source_of,
     timed,
     token_ids,
@@ -147,7 +146,7 @@ def run_ours(
     for _ in range(repeats):
         maps, seconds = timed(device, lambda: ours_end_to_end(model, ids))
         ends.append(seconds)
-    peaks = memory.stop(most_of_forks(lambda: ours_end_to_end(model, ids)))
+    peaks = memory.stop()
     runs = [ours_by_stage(model, ids, device) | {"end to end": end} for end in ends]
     shapes = {
         "n_pos": n_tokens,

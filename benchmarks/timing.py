@@ -5,15 +5,12 @@ it all ran.
 import contextlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import platform
 import resource
 import sys
-import threading
 from collections.abc import Callable
 from datetime import datetime, timezone
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NoReturn
@@ -126,9 +123,9 @@ class Memory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def stop(self, of_forks: float = 0) -> dict[str, float | bool]:
-        """All that was recorded; what forks had for themselves is added to the peak."""
-        peak = resident(peak=True) + of_forks
+    def stop(self) -> dict[str, float | bool]:
+        """All that was recorded."""
+        peak = resident(peak=True)
         return (
             self.mib
             | {"peak": peak, "above_warm_up": peak - self.mib["after_warm_up"]}
@@ -157,51 +154,6 @@ def resident(peak: bool = False) -> float:
     except OSError:
         unit = 1 if sys.platform == "darwin" else 2**10
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
-
-
-def most_of_forks(function: Callable[[], object]) -> float:
-    """Return what the forks of this process have for themselves while a function runs,
-    all together, at the most, in MiB.
-
-    Looked at 20 times a second: not where time is measured.
-    """
-    most = 0.0
-    is_done = threading.Event()
-
-    def look() -> None:
-        nonlocal most
-        while not is_done.wait(0.05):
-            most = max(most, sum(map(_private, multiprocessing.active_children())))
-
-    looking = threading.Thread(target=look)
-    looking.start()
-    try:
-        function()
-    finally:
-        is_done.set()
-        looking.join()
-    return most
-
-
-def _private(process: BaseProcess) -> float:
-    """Return the memory of a process that no other shares, in MiB; 0 if it is gone.
-
-    What it writes for the process that forked it, Jacobians, is counted there.
-    """
-    try:
-        report = Path(f"/proc/{process.pid}/smaps").read_text()
-    except OSError:
-        return 0
-    kibibytes = 0
-    is_shared = False
-    for line in report.splitlines():
-        words = line.split()
-        if not words[0].endswith(":"):
-            # The first line of a mapping; memory that forks share has this name.
-            is_shared = "/dev/zero" in words
-        elif words[0].startswith("Private_") and not is_shared:
-            kibibytes += int(words[1])
-    return kibibytes / 2**10
 
 
 def environment(device: torch.device) -> dict[str, Any]:

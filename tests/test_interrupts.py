@@ -18,7 +18,7 @@ import pytest
 import xarray
 
 from tl_coupling.files import write_atomically
-from tl_coupling.interrupts import hear_interrupts, ignore_interrupts, interrupts_held
+from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.surveys.executors import process_pool
 from tl_coupling.surveys.survey import Survey, run
 from tl_coupling.surveys.units import Folder, Unit, plan_digest, record
@@ -98,18 +98,6 @@ def test_another_thread_holds_nothing_back(heard: list[int]) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(hold).result()
-
-
-def test_what_was_held_back_is_forgotten_where_interrupts_are_ignored(
-    heard: list[int],
-) -> None:
-    with interrupts_held():
-        signal.raise_signal(signal.SIGINT)
-        ignore_interrupts()
-        signal.raise_signal(signal.SIGINT)
-        hear_interrupts()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        assert heard == []
 
 
 def wait_until(ready: Callable[[], bool], seconds: float = 120) -> None:

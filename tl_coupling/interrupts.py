@@ -85,14 +85,6 @@ def hear_interrupts() -> None:
         _pending.deliver_first()
 
 
-def ignore_interrupts() -> None:
-    """Ignore Ctrl-C in this process, also what was held back; SIGTERM ends it at once."""
-    global _pending
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _pending = _Pending()
-
-
 @contextmanager
 def none_delivered() -> Iterator[None]:
     """Let no signal come between a few statements; on Windows it may."""

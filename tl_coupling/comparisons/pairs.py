@@ -7,7 +7,6 @@ singular vectors (columns).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Annotated, Literal
 
 from tl_coupling.arguments import Count, checked
@@ -31,8 +30,6 @@ from tl_coupling.jacobians import (
     couple,
     decompose_each,
     decompose_sides,
-    of_each,
-    plan,
 )
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress, with_progress
@@ -149,10 +146,9 @@ def mean_depth_coupling(
             layers or positions.
         TypeError: something that is not a trace.
 
-    Cost: that of `depth_coupling` for each prompt; several at a time, as in
-    `surveys.measure_prompts`, unless `max_memory` is given. From a generator of traces
-    one prompt, or these few, are held in memory; of a model that is read from disk as
-    many as have Jacobians no larger than its weights, so that one reading serves all.
+    Cost: that of `depth_coupling` for each prompt. From a generator of traces one
+    prompt at a time is held in memory; of a model that is read from disk as many as
+    have Jacobians no larger than its weights, so that one reading serves all.
 
     Example:
         >>> texts = ["w3 w14 w15", "w9 w2 w6 w5"]
@@ -170,19 +166,7 @@ def mean_depth_coupling(
         layers=layers,
         options=options,
     )
-    first = next(traced, None)
-    if first is None:
-        return MeanCouplingMap.over([])
-    traced = chain([first], traced)
-    at_once = 1
-    if max_memory is None:
-        at_once = plan(first, k).prompts_at_once
-    if at_once == 1:
-        # Prompts of a model that is read from disk share its readings.
-        return MeanCouplingMap.over(of_group(traced))
-    return MeanCouplingMap.over(
-        of_each(lambda trace: next(of_group([trace])), traced, at_once)
-    )
+    return MeanCouplingMap.over(of_group(traced))
 
 
 def _depth_maps_of_each(

@@ -18,13 +18,12 @@ from tl_coupling.jacobians import (
     block_jacobian,
     block_jacobians,
     block_jvp,
-    can_fork,
     chosen_layers,
     named_layers,
-    of_each,
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
+from tl_coupling.spectra import parallel_map
 from tl_coupling.traces import Trace
 
 # Sums of squares neither overflow nor vanish between a size and its inverse.
@@ -191,12 +190,10 @@ def jacobian_eigenvalues(
         torch.Size([2])
     """
     names = named_layers(J, layers)
-    at_once = torch.get_num_threads() if can_fork() else 1
     J = usable_jacobians(J).double().cpu()
     measure = partial(_of_block, n_draws=n_draws, seed=seed)
-    blocks = list(
-        with_progress(of_each(measure, enumerate(J), at_once), progress, "eigenvalues")
-    )
+    numbered = with_progress(list(enumerate(J)), progress, "eigenvalues")
+    blocks = parallel_map(measure, numbered, J.device)
     of_blocks = torch.stack([block.values for block in blocks])
     of_null = torch.stack([block.null_values for block in blocks], dim=1)
     sizes = _sizes(J, names)
@@ -255,7 +252,7 @@ class _OfBlock(NamedTuple):
 def _of_block(
     numbered: tuple[int, Float[Tensor, "d d"]], n_draws: int, seed: int
 ) -> _OfBlock:
-    """Decompose one Jacobian: the same whichever process does."""
+    """Decompose one Jacobian: the same whichever thread does."""
     number, matrix = numbered
     generator = generator_of(seed, number)
     S = torch.linalg.svdvals(matrix)

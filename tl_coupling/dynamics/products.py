@@ -20,14 +20,12 @@ from tl_coupling.dynamics.conjugation import (
 from tl_coupling.dynamics.factored import FactoredProduct, step_matrix
 from tl_coupling.jacobians import (
     block_jacobians,
-    can_fork,
     chosen_layers,
     named_layers,
-    of_each,
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
-from tl_coupling.spectra import effective_rank, participation_ratio
+from tl_coupling.spectra import effective_rank, parallel_map, participation_ratio
 from tl_coupling.statistics import prediction_interval, simultaneous_band
 from tl_coupling.traces import Trace
 
@@ -256,23 +254,15 @@ def jacobian_products(
     names = named_layers(J, layers)
     J = usable_jacobians(J)
     check_steps(J, names)
-    on_cpu = J.device.type == "cpu"
-    at_once = torch.get_num_threads() if on_cpu and can_fork() else 1
-    spectra = list(
-        with_progress(
-            of_each(_spectra, _up_to_each_layer(J), at_once),
-            progress,
-            "products of blocks",
-        )
+    up_to_each_layer = with_progress(
+        _up_to_each_layer(J), progress, "products of blocks"
     )
+    spectra = parallel_map(_spectra, up_to_each_layer, J.device)
     of_products = torch.stack([product for product, _ in spectra])
     of_blocks = torch.stack([block for _, block in spectra])
     null = _Null(J, of_blocks.exp().to(J), seed)
-    draws = list(
-        with_progress(
-            of_each(null.draw, range(n_draws), at_once), progress, "unrelated blocks"
-        )
-    )
+    numbers = with_progress(range(n_draws), progress, "unrelated blocks")
+    draws = parallel_map(null.draw, numbers, J.device)
     return Products(
         log_singular_values=of_products.cpu(),
         block_log_singular_values=of_blocks.cpu(),
@@ -325,7 +315,7 @@ class _Null:
     seed: int
 
     def draw(self, i: int) -> _Draw:
-        """Return the i-th draw: the same whichever process computes it."""
+        """Return the i-th draw: the same whichever thread computes it."""
         generator = generator_of(self.seed, i)
         of_layers = []
         for gram, log_divisor in conjugated_grams(self.step_values, generator):

@@ -12,7 +12,7 @@ from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import chunk_that_fits, reverse_mode, vjp
 from tl_coupling.gradients.frozen import FrozenFunction
 from tl_coupling.gradients.function import BlockFunction
-from tl_coupling.gradients.remarks import CollectedRemarks, Remarks
+from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.gradients.ways import (
     ComponentsEvaluation,
     Evaluation,

@@ -25,7 +25,6 @@ from tl_coupling.jacobians.decomposed import (
     passing,
 )
 from tl_coupling.jacobians.directions import BlockDirections, block_directions
-from tl_coupling.jacobians.forks import can_fork, of_each
 from tl_coupling.jacobians.held import each_once
 from tl_coupling.jacobians.jacobians import (
     Computed,

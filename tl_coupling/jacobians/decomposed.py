@@ -8,7 +8,7 @@ takes them from here: from a `Decomposed`, which holds what is needed again, or 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, cycle
+from itertools import cycle
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -16,16 +16,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import is_out_of_memory
-from tl_coupling.jacobians.background import InBackground
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
-from tl_coupling.jacobians.spans import decompose_spans, of_each_span, spans_of
 from tl_coupling.spectra import (
     SimilarRanks,
     Spectrum,
+    background_map,
     check_cut,
     fitting_k,
     singular_values,
@@ -211,8 +210,7 @@ def all_singular_values(
 ) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
     """Return all singular values of some Jacobians, and the ways to these.
 
-    The Jacobians are not kept, nor held for other measurements. Several layers are
-    computed at once, each by a fork, or the values of one Jacobian beside the next.
+    The Jacobians are not kept. The values of one are computed beside the next.
 
     Args:
         trace: a traced prompt.
@@ -220,33 +218,9 @@ def all_singular_values(
             about the same rank, such as those of one block and one output.
         options: how Jacobians are computed.
     """
-    sizes = MapSizes.of(trace, n_rows=1, n_columns=1, k=trace.d_model)
-    spans = spans_of(trace, connections, sizes, options, keeps_held=False)
-    if len(spans) == 1:
-        return _all_singular_values(trace, connections, options)
-    of_forks = JacobianOptions(options.chunk_size, progress=False)
-
-    def computed(span: range) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
-        chosen = connections[span.start : span.stop]
-        return _all_singular_values(trace, chosen, of_forks)
-
-    done = of_each_span(computed, trace, spans, options)
-    values = torch.cat([values for values, _ in done])
-    return values, {name: path for _, paths in done for name, path in paths.items()}
-
-
-def _all_singular_values(
-    trace: Trace, connections: Sequence[Connection], options: JacobianOptions
-) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
-    """Return them with the Jacobians one after the other."""
     source = _Source([Request(trace, connections)], options)
-    is_on_cpu = trace.blocks[0].X.device.type == "cpu"
-    with InBackground(SimilarRanks(), is_on_cpu) as values:
-        for J in source.singles():
-            values.begin(J)
-            # Not kept while the next are computed.
-            del J
-        return torch.cat(values.results()), source.paths[0]
+    values = background_map(SimilarRanks(), source.singles(), _device(trace))
+    return torch.cat(values), source.paths[0]
 
 
 def decompose_each(
@@ -274,10 +248,6 @@ def decompose_each(
         k_of_group = fitting_k(k, trace.d_model)
         sizes = MapSizes.of(trace, n, n, k_of_group)
         sizes = replace(sizes, n_maps=n_maps, n_prompts=len(group))
-        spans = spans_of(trace, connections, sizes, options)
-        if len(spans) > 1:
-            yield _decomposed_in_spans(group[0], spans, k_of_group, options)
-            continue
         budget = Budget.of(trace.blocks[0].call.module, sizes, options)
         source = _Source(group, options, budget)
         batches = source.batches(n * len(group), budget.at_once)
@@ -432,24 +402,18 @@ def _decomposed(
     """
     if n_triplets is None:
         n_triplets = min(k + 1, requests[0].trace.d_model)
+    trace = requests[0].trace
     n_prompts = len(requests)
-    n_jacobians = sum(len(request.connections) for request in requests)
-    shelf: Shelf | None = None
-    norms: list[Tensor] = []
-    is_on_cpu = requests[0].trace.blocks[0].X.device.type == "cpu"
-    with InBackground(partial(_spectra, n_triplets=n_triplets), is_on_cpu) as svds:
-        for J in batches:
-            if keep is not None:
-                shelf = shelf or Shelf(n_jacobians, J[0], keep.in_memory)
-                shelf.put(len(norms), J)
-            # One by one: rounding depends on how many are summed at once.
-            norms += [torch.linalg.matrix_norm(matrix[None]) for matrix in J]
-            svds.begin(J)
-            # Not kept while the next are computed.
-            del J
-        spectra = svds.results()
-    of_all = Spectrum.cat(list(chain.from_iterable(spectra)))
-    norms_of_all = torch.cat(norms)
+    shelf = None
+    if keep is not None:
+        n_jacobians = sum(len(request.connections) for request in requests)
+        matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
+        shelf = Shelf(n_jacobians, matrix, keep.in_memory)
+        batches = _shelved(batches, shelf)
+    decompose_batch = partial(_spectra_and_norms, n_triplets=n_triplets)
+    of_batches = background_map(decompose_batch, batches, _device(trace))
+    of_all = Spectrum.cat([part for spectra, _ in of_batches for part in spectra])
+    norms_of_all = torch.cat([norms for _, norms in of_batches])
     return [
         Decomposed(
             request.connections,
@@ -464,30 +428,30 @@ def _decomposed(
     ]
 
 
-def _decomposed_in_spans(
-    request: Request, spans: Sequence[range], k: int, options: JacobianOptions
-) -> Decomposed:
-    """Decompose and keep one prompt's Jacobians, several spans of layers at once."""
-    trace, connections = request
-    n_triplets = min(k + 1, trace.d_model)
-
-    def decompose_batch(J: Tensor) -> Spectrum:
-        return Spectrum.cat(_spectra(J, n_triplets))
-
-    J, known = decompose_spans(trace, connections, spans, decompose_batch, options)
-    return Decomposed(
-        connections,
-        k,
-        known.spectra,
-        known.frobenius_norms,
-        known.paths,
-        trace,
-        J.__getitem__,
-    )
+def _device(trace: Trace) -> torch.device:
+    """Return where the Jacobians of a trace are decomposed."""
+    return trace.blocks[0].X.device
 
 
-def _spectra(J: Float[Tensor, "n d d"], n_triplets: int) -> list[Spectrum]:
-    return _in_halves(lambda some: svd(some, n_triplets), J)
+def _shelved(
+    batches: Iterator[Float[Tensor, "n d d"]], shelf: Shelf
+) -> Iterator[Float[Tensor, "n d d"]]:
+    """Yield batches of Jacobians, each after it has been put on the shelf."""
+    n_shelved = 0
+    for J in batches:
+        shelf.put(n_shelved, J)
+        n_shelved += len(J)
+        yield J
+        # Not kept while the next are computed.
+        del J
+
+
+def _spectra_and_norms(
+    J: Float[Tensor, "n d d"], n_triplets: int
+) -> tuple[list[Spectrum], Float[Tensor, " n"]]:
+    # One by one: rounding depends on how many are summed at once.
+    norms = [torch.linalg.matrix_norm(matrix[None]) for matrix in J]
+    return _in_halves(lambda some: svd(some, n_triplets), J), torch.cat(norms)
 
 
 def _take_from(

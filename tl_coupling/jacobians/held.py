@@ -39,11 +39,6 @@ class HeldJacobians:
     def __contains__(self, key: object) -> bool:
         return key in self._shelves
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether all that is held is in memory: a fork can read it there."""
-        return all(shelf.in_memory for shelf, _ in self._shelves.values())
-
     def get(
         self,
         key: object,

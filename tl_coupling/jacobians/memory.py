@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tl_coupling.blocks import hooks_of_user
 from tl_coupling.gradients import chunk_that_fits
-from tl_coupling.jacobians.forks import can_fork
 from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.models import facts_of
@@ -190,50 +188,6 @@ def fits_in_memory(size: int, block: nn.Module) -> bool:
         return size <= 4 * sum(p.numel() for p in weights)
     device = weights[0].device if weights else torch.device("cpu")
     return size <= _SHARE * _free_memory(device)
-
-
-def prompts_at_once(model: nn.Module, needs: Needs) -> int:
-    """Return how many prompts of a model are measured at a time, each by a fork.
-
-    As many as there are threads, if what they need is no more than half of the memory
-    that is free; one where the model cannot be forked.
-    """
-    if not can_be_forked(model):
-        return 1
-    return _forks_that_fit(needs.beside_jacobians + needs.jacobians)
-
-
-def spans_at_once(trace: Trace, sizes: MapSizes, options: JacobianOptions) -> int:
-    """Return how many spans of a prompt's layers are decomposed at a time, each by a
-    fork: as many as `prompts_at_once`, but one where a limit is given.
-    """
-    if options.max_memory is not None or not can_be_forked(trace.model):
-        return 1
-    block = trace.blocks[0].call.module
-    needs = Needs.of(block, sizes)
-    if not needs.kept_in_memory(None, block):
-        return 1
-    return _forks_that_fit(needs.working)
-
-
-def can_be_forked(model: nn.Module) -> bool:
-    """Say whether forks may measure a model.
-
-    Not one that is on another device than the CPU, that is read from disk, because
-    prompts share its readings, or that has hooks of the user's: what these write down
-    must be found in this process.
-    """
-    devices = {p.device.type for p in model.parameters()}
-    # Of a model that is only named, the weights will be on the CPU.
-    is_on_cpu = devices <= {"cpu", "meta"}
-    is_plain = is_on_cpu and not facts_of(model).is_streamed
-    return is_plain and can_fork() and not hooks_of_user(model)
-
-
-def _forks_that_fit(of_one: int) -> int:
-    """Return how many forks, each of which needs so many bytes, are run at a time."""
-    n_that_fit = int(_SHARE * _free_memory(torch.device("cpu")) / of_one)
-    return max(1, min(torch.get_num_threads(), n_that_fit))
 
 
 def _free_memory(device: torch.device) -> float:

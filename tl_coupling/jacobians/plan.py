@@ -8,7 +8,7 @@ from torch import nn
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.jacobians.flops import flops_of_block
-from tl_coupling.jacobians.memory import MapSizes, Needs, prompts_at_once
+from tl_coupling.jacobians.memory import MapSizes, Needs
 from tl_coupling.jacobians.sizes import MemoryLimit, in_words, n_bytes
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra import fitting_k, flops_of_svd
@@ -36,9 +36,6 @@ class Plan:
             time.
         peak: the estimate of what is in memory at most, beside the interpreter and its
             libraries.
-        prompts_at_once: how many prompts of a survey are measured at a time here, each
-            in a process that shares the weights and has its share of the threads; each
-            takes `jacobians`, `result` and `working` of its own.
         flops: of the products of matrices, by stage: "trace", "gate", "jacobians",
             "svd", "pairs".
 
@@ -62,7 +59,6 @@ class Plan:
     spilled: bool
     result: int
     working: int
-    prompts_at_once: int
     flops: dict[str, float]
 
     @property
@@ -91,9 +87,6 @@ class Plan:
             f"{self.n_pos} tokens, k = {self.k}"
         )
         lines = [f"  {name:<31}{in_words(size):>10}" for name, size in sizes.items()]
-        if self.prompts_at_once > 1:
-            name = "prompts of a survey at a time"
-            lines.append(f"  {name:<31}{self.prompts_at_once:>10}")
         for stage, flops in self.flops.items():
             lines.append(f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP")
         return "\n".join([head, *lines])
@@ -170,7 +163,6 @@ def plan(
         spilled=not needs.kept_in_memory(limit, block),
         result=needs.result,
         working=needs.spectra + needs.working,
-        prompts_at_once=planned.prompts_at_once(needs),
         flops=flops,
     )
 
@@ -255,10 +247,6 @@ class _Planned:
         if self.is_streamed or self.held_itemsize < self.itemsize:
             return self.itemsize * max(map(_size, self.blocks))
         return 0
-
-    def prompts_at_once(self, needs: Needs) -> int:
-        """Return how many prompts of a survey are measured at a time."""
-        return 1 if self.is_streamed else prompts_at_once(self.model, needs)
 
     def flops_of_blocks(self, n_pos: int) -> dict[str, float]:
         """Return the flops of all layers, by stage: "trace", "gate", "jacobians"."""

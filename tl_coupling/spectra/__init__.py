@@ -10,6 +10,7 @@ from tl_coupling.spectra.checks import (
     fitting_k,
 )
 from tl_coupling.spectra.decompositions import flops_of_svd, singular_values, svd
+from tl_coupling.spectra.parallel import background_map, parallel_map
 from tl_coupling.spectra.readings import (
     InverseSingularValueFit,
     asymmetry,

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from jaxtyping import Float
@@ -16,6 +15,7 @@ from tl_coupling.spectra.iteration import (
     krylov_width,
     top_triplets,
 )
+from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.spectrum import Spectrum
 
 # Of one matrix: U, S, Vh, residuals and steps.
@@ -147,17 +147,7 @@ def _of_each(
         for part, part_of_one in zip(parts, decompose(matrices[i]), strict=True):
             part[i] = part_of_one
 
-    n_threads = 1
-    if J.device.type == "cpu":
-        n_threads = min(torch.get_num_threads(), n)
-    if n_threads > 1:
-        with ThreadPoolExecutor(
-            n_threads, initializer=torch.set_num_threads, initargs=(1,)
-        ) as pool:
-            list(pool.map(fill, range(n)))
-    else:
-        for i in range(n):
-            fill(i)
+    parallel_map(fill, range(n), J.device)
     return [part.reshape(J.shape[:-2] + part.shape[1:]) for part in parts]
 
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import depth_couplings
-from tl_coupling.jacobians import of_each, plan
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt
@@ -81,9 +80,6 @@ def measure_prompts(
           before, in nats; NaN for one token.
 
     Cost: for each prompt, a trace, `depth_coupling`, and an unembedding at every depth.
-    On Linux, of a model in memory without hooks, as many prompts at a time as there are
-    threads and memory (`plan` says how many), each in a process that shares the model's
-    weights; after `torch.set_num_threads(1)` one after the other.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4))
@@ -141,21 +137,15 @@ def of_each_prompt(
 ) -> "xarray.Dataset":
     """Return what `measure` gives of each traced prompt, along a dimension `prompt`.
 
-    Several prompts are measured at a time, where they fit in memory. Errors name the
-    prompt. Prompts that are `kept` are not measured again, and others are kept.
+    Errors name the prompt. Prompts that are `kept` are not measured again, and others
+    are kept.
     """
     import xarray
 
-    at_once = 1
     # If it is not a model, `trace` says so.
     if hasattr(model, "cfg"):
         _check_kinds(model, prompts)
         _check_lengths(model, prompts, settings)
-        cfg: Any = model.cfg
-        largest_k = settings.largest(cfg.d_model)
-        # Where k is too large, the first prompt says so.
-        if largest_k <= cfg.d_model:
-            at_once = plan(model, largest_k).prompts_at_once
 
     def of_prompt(prompt: Prompt) -> "xarray.Dataset":
         with _errors_of(prompt):
@@ -169,7 +159,7 @@ def of_each_prompt(
 
     missing = prompts if kept is None else kept.missing(prompts)
     watched = with_progress(missing, progress, "prompts")
-    measured = of_each(of_prompt, watched, at_once)
+    measured: Iterator[xarray.Dataset] = map(of_prompt, watched)
     if kept is not None:
         measured = kept.joined(prompts, missing, measured)
     of_prompts = list(measured)
