@@ -106,7 +106,7 @@ def test_hooks_that_know_one_stream_are_measured_as_ever(
 def test_keys_and_values_are_those_of_a_call_of_their_own(model: nn.Module) -> None:
     block = tlc.trace(model, tiny.TOKENS).blocks[1]
     block.refer_to([LAST])
-    recorded = vars(block._rows)["keys_and_values"]
+    recorded = block._rows.keys_and_values
     with block.evaluation():
         expected = block.call.keys_and_values(block.X)
     for of_rows, expected_rows in zip(recorded, expected, strict=True):

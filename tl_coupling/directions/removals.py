@@ -11,7 +11,7 @@ from torch import Tensor
 _SHORTEST = 1e-12
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Projection:
     """`(x − μ) B Bᵀ` at each layer, of one subspace or of one for each row of a batch.
 

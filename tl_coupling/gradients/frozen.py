@@ -80,22 +80,24 @@ class FrozenFunction(BlockFunction):
         return False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FrozenRows(BlockRows):
-    """The frozen function near the stream X that was traced."""
+    """The frozen function near the stream X that was traced.
+
+    `is_entered` says whether the context of `evaluation` has been entered.
+    """
 
     freezing: Freezing = field(default_factory=Freezing)
-    # Whether the context of `evaluation` has been entered.
-    entered: list[bool] = field(default_factory=list)
+    is_entered: bool = False
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Enter the context in which the block is evaluated, its coefficients constant."""
         with super().evaluation(), ExitStack() as stack:
-            if not self.entered:
+            if not self.is_entered:
                 stack.enter_context(self.freezing)
-                self.entered.append(True)
-                stack.callback(self.entered.clear)
+                stack.callback(setattr, self, "is_entered", False)
+                self.is_entered = True
             yield
 
     @cached_property
@@ -118,7 +120,7 @@ class FrozenRows(BlockRows):
             return self.of_all(X.detach().clone().requires_grad_()).detach()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FrozenGate(Gate):
     """The references of a frozen function, which must be affine."""
 

@@ -94,7 +94,7 @@ class BlockFunction:
         if self.norm is not None or self.stream_norms is not None:
             return False
         # Seen in passing; a block that seems to is looked at by itself.
-        if self._gate.normalises == [False]:
+        if self._gate.normalises is False:
             return False
         # Where the MLP treats each row by itself, one row of it will do: it is most of
         # the work.

@@ -94,12 +94,13 @@ class _Pass(NamedTuple):
 _OfEach = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Gate:
-    """The references of a block function, each checked when it is made.
+    """The references of a block function, each checked when it is made, and kept.
 
     `step` is what the block added when it was traced, `recorded` that call where the
-    model's dtype is not X's.
+    model's dtype is not X's. `normalises` says whether the block normalises the stream;
+    it is None until a reference was made.
     """
 
     layer: int
@@ -108,8 +109,7 @@ class Gate:
     recorded: RecordedCall | None
     remarks: Remarks
     references: dict[int, Reference] = field(default_factory=dict)
-    # Whether the block normalises the stream, once a reference was made; empty until.
-    normalises: list[bool] = field(default_factory=list)
+    normalises: bool | None = None
 
     def refer_to(self, output_positions: Iterable[int]) -> None:
         """Make references of several positions, with two forward passes for all.
@@ -213,7 +213,7 @@ class Gate:
         if forward is None:
             raise self.changed() if failure is None else self._failed(failure)
         if forward.keys_and_values is not None:
-            self.rows.remember(forward.keys_and_values)
+            self.rows.keys_and_values = forward.keys_and_values
         return forward
 
     def _recorded_pass(self) -> tuple[Tensor, PullBack, tuple[Tensor, ...] | None]:
@@ -421,7 +421,7 @@ class Gate:
         normalises it.
         """
         with_far = streams
-        if not self.normalises:
+        if self.normalises is None:
             far = FAR * self.rows.X
             with_far = torch.cat([streams, far[None]])
         try:
@@ -431,9 +431,9 @@ class Gate:
             if is_out_of_memory(error):
                 raise
             return self._one_by_one(streams)
-        if not self.normalises:
+        if self.normalises is None:
             of_far = outputs[-1] + far
-            self.normalises.append(stays_small(of_far, self.rows.X))
+            self.normalises = stays_small(of_far, self.rows.X)
         return outputs[: len(streams)]
 
     def _one_by_one(

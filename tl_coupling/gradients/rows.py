@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -13,18 +12,19 @@ from tl_coupling.blocks import BlockCall, BlockError, Context, exact_arithmetic
 from tl_coupling.gradients.stream_norms import StreamNorms
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class BlockRows:
     """The function `f(X) = block(X) − X` near the stream X that was traced.
 
     `norm` comes after the block, `stream_norms` are taken away, as `BlockFunction`
-    says.
+    says. `keys_and_values` are those of the rows of X, once they are known.
     """
 
     call: BlockCall
     X: Float[Tensor, "n_pos d_model"]
     norm: nn.Module | None
     stream_norms: StreamNorms | None
+    keys_and_values: tuple[Tensor, ...] | None = None
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Return the context in which the block is evaluated and differentiated.
@@ -101,15 +101,12 @@ class BlockRows:
         normalised: Tensor = self.norm(Y.reshape(1, -1, Y.shape[-1]))
         return normalised.reshape(Y.shape)
 
-    @cached_property
-    def keys_and_values(self) -> tuple[Tensor, ...]:
-        """Keys and values of the rows of X."""
-        with self.evaluation():
-            return self.call.keys_and_values(self.X)
-
-    def remember(self, keys_and_values: tuple[Tensor, ...]) -> None:
-        """Take these for the keys and values of the rows of X."""
-        vars(self)["keys_and_values"] = keys_and_values
+    def own_keys_and_values(self) -> tuple[Tensor, ...]:
+        """Return keys and values of the rows of X, computed unless they are known."""
+        if self.keys_and_values is None:
+            with self.evaluation():
+                self.keys_and_values = self.call.keys_and_values(self.X)
+        return self.keys_and_values
 
 
 @contextmanager

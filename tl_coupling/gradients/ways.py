@@ -241,7 +241,7 @@ class Ways:
         Those are the rows before, or all others.
         """
         dim = self.rows.call.position_dim
-        of_all_rows = self.rows.keys_and_values
+        of_all_rows = self.rows.own_keys_and_values()
         if self.looks_ahead(t2):
             return tuple(_without(rows, t2, dim) for rows in of_all_rows)
         return tuple(rows.narrow(dim, 0, t2) for rows in of_all_rows)
