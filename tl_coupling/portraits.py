@@ -21,7 +21,7 @@ from tl_coupling.comparisons import (
 from tl_coupling.directions import Decoded, decode
 from tl_coupling.dynamics import Products, products
 from tl_coupling.influence import Influence, cross_token_influence
-from tl_coupling.jacobians import Connection, each_once
+from tl_coupling.jacobians import Connection, with_cache
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import DEFAULT_K, fitting_k
@@ -168,6 +168,7 @@ def token_portrait(
     if positions is not None:
         selected = [trace.position_index(t, "positions") for t in positions]
     k = fitting_k(k, trace.d_model)
+    trace = with_cache(trace, _read_again(trace, maps, (layer, other_layer), ends))
 
     def map_of(name: TokenMap) -> CouplingMap:
         """Return one map."""
@@ -197,11 +198,9 @@ def token_portrait(
             progress=progress,
         )
 
-    with each_once(trace, _read_again(trace, maps, (layer, other_layer), ends)):
-        # The cheap ones first, so that wrong arguments are reported before the long
-        # work.
-        measured = {name: map_of(name) for name in reversed(TOKEN_MAPS) if name in maps}
-        influence = cross_token_influence(trace, t, progress=progress)
+    # The cheap ones first, so that wrong arguments are reported before the long work.
+    measured = {name: map_of(name) for name in reversed(TOKEN_MAPS) if name in maps}
+    influence = cross_token_influence(trace, t, progress=progress)
     in_order = {name: measured[name] for name in TOKEN_MAPS if name in measured}
     return TokenPortrait(in_order, influence)
 
@@ -299,21 +298,21 @@ def portrait(
     of_blocks = None
     if with_products:
         of_blocks = products(trace, position=output, progress=progress)
-    with each_once(trace, _read_again(trace, maps, (layer, other_layer), ends)):
-        depth = depth_coupling(
-            trace, ks[-1], output, orientation=orientation, progress=progress
-        )
-        across_tokens = token_portrait(
-            trace,
-            layer,
-            other_layer,
-            k=ks[0],
-            position=output,
-            input_position=fixed_input,
-            maps=maps,
-            orientation=orientation,
-            progress=progress,
-        )
+    cached = with_cache(trace, _read_again(trace, maps, (layer, other_layer), ends))
+    depth = depth_coupling(
+        cached, ks[-1], output, orientation=orientation, progress=progress
+    )
+    across_tokens = token_portrait(
+        cached,
+        layer,
+        other_layer,
+        k=ks[0],
+        position=output,
+        input_position=fixed_input,
+        maps=maps,
+        orientation=orientation,
+        progress=progress,
+    )
     return Portrait(
         trace=trace,
         ks=ks,

@@ -171,7 +171,6 @@ def test_small_batches_and_chunks_change_nothing(llama, monkeypatch):
         tlc.context_coupling(trace, 0, 1, fixed="input", k=K),
     ]
     monkeypatch.setattr(jacobians, "BATCH_BUDGET", 3 * tiny.D_MODEL**2)
-    monkeypatch.setattr("tl_coupling.jacobians.memory._SVD_BUDGET", 3 * tiny.D_MODEL**2)
     other = [
         tlc.self_coupling(trace, 0, 1, k=K, chunk_size=7),
         tlc.context_coupling(trace, 0, 1, fixed="output", k=K, chunk_size=7),

@@ -21,9 +21,9 @@ from tl_coupling.jacobians import (
     couple,
     decompose,
     decomposed,
-    each_once,
     jacobians,
     passing,
+    with_cache,
 )
 
 pytestmark = pytest.mark.both_lines
@@ -199,24 +199,25 @@ def decomposed_from(J: np.ndarray, k: int) -> Decomposed:
     return Decomposed.of(torch.from_numpy(J), connections, k)
 
 
-def test_within_a_block_each_jacobian_is_computed_once(
+def test_with_a_cache_each_jacobian_is_computed_once(
     tiny_trace: tlc.Trace, counts: Counts
 ) -> None:
-    def measured() -> list[object]:
-        depth = tlc.depth_coupling(tiny_trace, K)
-        of_tokens = tlc.self_coupling(tiny_trace, 0, 1, k=K)
-        context = tlc.context_coupling(tiny_trace, 0, 1, fixed="output", k=K)
-        influence = tlc.cross_token_influence(tiny_trace)
+    def measured(trace: tlc.Trace) -> list[object]:
+        depth = tlc.depth_coupling(trace, K)
+        of_tokens = tlc.self_coupling(trace, 0, 1, k=K)
+        context = tlc.context_coupling(trace, 0, 1, fixed="output", k=K)
+        influence = tlc.cross_token_influence(trace)
         maps = [depth, of_tokens, context]
         return [*(each_map.matrices for each_map in maps), influence.effective_rank]
 
-    expected = measured()
+    expected = measured(tiny_trace)
     n_alone = counts.totals()[0]
     counts.jacobians.clear()
     outputs = [Connection(layer, t, LAST, t) for layer in (0, 1) for t in range(N)]
-    first = [Connection(0, 0, 0, 0)]
-    with each_once(tiny_trace, outputs), each_once(tiny_trace, first):
-        found = measured()
+    cached = with_cache(tiny_trace, outputs)
+    # One that has a cache keeps more in it.
+    assert with_cache(cached, [Connection(0, 0, 0, 0)]) is cached
+    found = measured(cached)
     assert all(map(torch.equal, found, expected))
     # Depth and self share two; the fixed output shares all of its with the influence.
     assert counts.totals()[0] == n_alone - 2 - 2 * N
@@ -225,5 +226,5 @@ def test_within_a_block_each_jacobian_is_computed_once(
     twice = {(layer, LAST, LAST): 2 for layer in (0, 1)}
     assert {ends: n for ends, n in counts.jacobians.items() if n > 1} == twice
     counts.jacobians.clear()
-    measured()
+    measured(tiny_trace)
     assert counts.totals()[0] == n_alone

@@ -3,6 +3,7 @@ is measured.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +26,8 @@ import tl_coupling as tlc
 from tl_coupling.gradients import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.decomposed import sharing_a_reading
-from tl_coupling.jacobians.memory import Needs
+from tl_coupling.jacobians.memory import Budget, MapSizes, Needs
+from tl_coupling.jacobians.options import DEFAULT_OPTIONS
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.jacobians.sizes import in_words, n_bytes
 from tl_coupling.surveys import Settings, measure_prompts
@@ -59,11 +61,9 @@ def test_sizes_in_words() -> None:
     ]
 
 
-def test_at_work_is_a_jacobian_or_svds_whichever_is_larger(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Four rows of 8 bytes at a time, or an SVD of 12 matrices in each thread; the
-    matrices that wait for it, and their copies, are there in either case.
+def test_at_work_are_a_jacobian_and_the_svds_of_others() -> None:
+    """Four rows of 8 bytes at a time, and an SVD of 12 matrices in each thread; their
+    own matrices are there, and one that waits.
     """
     needs = Needs(
         result=0,
@@ -74,12 +74,31 @@ def test_at_work_is_a_jacobian_or_svds_whichever_is_larger(
         chunk_size=4,
         at_once=3,
     )
-    waiting = 2 * 3 * 100
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert needs.working == 2 * 12 * 100 + waiting
+    assert needs.working == (4 * 8 + 100) + 3 * 12 * 100 + 4 * 100
+    assert replace(needs, at_once=1).working == (4 * 8 + 100) + 12 * 100 + 2 * 100
+
+
+@pytest.mark.parametrize(("n_threads", "expected"), [(1, 1), (2, 1), (8, 4), (64, 30)])
+def test_as_many_svds_at_once_as_threads_beside_the_one_of_the_jacobians(
+    tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch, n_threads: int, expected
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
+    sizes = MapSizes.of(tiny_trace, n_rows=30, n_columns=30, k=4)
+    assert Needs.of(tiny_trace.blocks[0].call.module, sizes).at_once == expected
+
+
+@pytest.mark.parametrize(("n_that_fit", "expected"), [(0, 1), (3, 3), (math.inf, 4)])
+def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
+    tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch, n_that_fit: float, expected
+) -> None:
+    of_one = 12 * 4 * tiny.D_MODEL**2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert needs.working == 3 * 12 * 100 + waiting
-    assert replace(needs, of_seed=1000).working == 4 * 1000 + 100 + waiting
+    monkeypatch.setattr(
+        "tl_coupling.jacobians.memory._free_memory", lambda _: 2 * n_that_fit * of_one
+    )
+    sizes = MapSizes.of(tiny_trace, n_rows=30, n_columns=30, k=4)
+    block = tiny_trace.blocks[0].call.module
+    assert Budget.of(block, sizes, DEFAULT_OPTIONS).at_once == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -160,34 +179,6 @@ def test_no_matrix_is_kept_while_the_next_is_computed(
     limit = least(tiny_trace, tlc.self_coupling, layer=0, k=4, **options)
     tlc.self_coupling(tiny_trace, 0, k=4, max_memory=limit, **options)
     assert len(seen) == tiny_trace.n_pos * (1 + bool(options))
-
-
-@pytest.mark.parametrize("fitting", [3, 1, 0])
-def test_where_memory_runs_out_fewer_matrices_are_decomposed_at_once(
-    tiny_trace, monkeypatch, fitting: int
-) -> None:
-    expected = tlc.self_coupling(tiny_trace, 0, 1, k=4)
-    sizes: list[int] = []
-
-    def scarce(decompose, J: torch.Tensor, *given):
-        sizes.append(len(J))
-        if len(J) > fitting:
-            raise torch.OutOfMemoryError("out of memory")
-        return decompose(J, *given)
-
-    for name in ("svd", "singular_values"):
-        monkeypatch.setattr(
-            decomposed, name, partial(scarce, getattr(decomposed, name))
-        )
-    if not fitting:
-        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-            tlc.self_coupling(tiny_trace, 0, 1, k=4)
-        assert sizes == [8, 4, 2, 1]
-        return
-    result = tlc.self_coupling(tiny_trace, 0, 1, k=4)
-    assert torch.equal(result.matrices, expected.matrices)
-    assert torch.equal(result.singular_values, expected.singular_values)
-    assert sum(size for size in sizes if size <= fitting) == 2 * tiny_trace.n_pos
 
 
 def test_a_shelf_without_room_in_memory_is_a_file(

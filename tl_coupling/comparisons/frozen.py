@@ -1,7 +1,7 @@
 """The coupling of frozen Jacobians beside that of the blocks' own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +14,10 @@ from tl_coupling.comparisons.pairs import depth_maps
 from tl_coupling.jacobians import (
     AnyFunction,
     Connection,
-    Decomposed,
+    JacobianOptions,
+    Request,
     chosen_layers,
-    jacobians_of,
+    decompose_each,
 )
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
@@ -153,9 +154,12 @@ def frozen_coupling(
     connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
     k = fitting_k(k, trace.d_model)
     functions: tuple[AnyFunction, ...] = ("branches", "frozen")
+    options = JacobianOptions(chunk_size=chunk_size, progress=progress)
+    request = Request(trace, connections)
     full, frozen = [
-        _decomposed(trace, connections, k, function, chunk_size, progress)
+        decomposed
         for function in functions
+        for decomposed in decompose_each([request], k, options, function=function)
     ]
     maps = [depth_maps(each, (orientation,))[orientation] for each in (full, frozen)]
     differences = [
@@ -173,27 +177,3 @@ def frozen_coupling(
         orientation=orientation,
         provenance=maps[0].provenance | {"frozen_paths": maps[1].provenance["paths"]},
     )
-
-
-def _decomposed(
-    trace: Trace,
-    connections: Sequence[Connection],
-    k: int,
-    function: AnyFunction,
-    chunk_size: int | None,
-    progress: Progress | None,
-) -> Decomposed:
-    """Decompose and keep the Jacobians of one function of the blocks."""
-    computed = list(
-        jacobians_of(
-            trace,
-            connections,
-            chunk_size=chunk_size,
-            progress=progress,
-            function=function,
-        )
-    )
-    device = trace.blocks[0].X.device
-    J = torch.stack([each.J.to(device) for each in computed])
-    paths: dict[str, str] = {str(each.connection): each.path for each in computed}
-    return replace(Decomposed.of(J, connections, k), paths=paths, trace=trace)

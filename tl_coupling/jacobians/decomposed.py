@@ -8,16 +8,15 @@ takes them from here: from a `Decomposed`, which holds what is needed again, or 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
-from typing import NamedTuple, TypeVar
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import is_out_of_memory
-from tl_coupling.jacobians.connections import Connection, Function
-from tl_coupling.jacobians.jacobians import MOST_SHARING, jacobians_of
+from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
+from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
@@ -32,7 +31,6 @@ from tl_coupling.spectra import (
 )
 from tl_coupling.traces import Trace
 
-Result = TypeVar("Result")
 # Of a model that is read from disk, the most prompts that share one reading.
 MOST_PROMPTS = 32
 
@@ -136,50 +134,28 @@ class Passing:
     def __init__(
         self,
         connections: Sequence[Connection],
-        batches: Iterator[Float[Tensor, "n d d"]],
-        paths: dict[str, str],
+        computed: Iterator[Computed],
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.connections = connections
-        self.paths = paths
-        self._batches = batches
+        self.paths: dict[str, str] = {}
+        self._computed = computed
+        self._dtype = dtype
 
     def __len__(self) -> int:
         return len(self.connections)
 
     def parts(self) -> Iterator[Part]:
-        """Yield the Jacobians, some at a time, with all their singular values."""
-        for J in self._batches:
-            norms = torch.linalg.matrix_norm(J)
-            S = torch.cat(_in_halves(singular_values, J))
-            yield Part(J, S, norms)
-            # Not kept while the next are computed.
+        """Yield the Jacobians, one at a time, with all their singular values."""
+        for computed in self._computed:
+            self.paths[str(computed.connection)] = computed.path
+            J = computed.J[None]
+            # Not kept while the next is computed.
+            del computed
+            if self._dtype is not None:
+                J = J.to(self._dtype)
+            yield Part(J, singular_values(J), torch.linalg.matrix_norm(J))
             del J
-
-
-def decompose(
-    trace: Trace,
-    connections: Sequence[Connection],
-    k: int,
-    options: JacobianOptions = DEFAULT_OPTIONS,
-    *,
-    n_triplets: int | None = None,
-) -> Decomposed:
-    """Decompose the Jacobians of some connections, all together, and keep none of them.
-
-    Args:
-        trace: a traced prompt.
-        connections: whose Jacobians are decomposed.
-        k: how many leading triplets are asked for.
-        options: how Jacobians are computed.
-        n_triplets: how many to compute; one more than k by default, if there is.
-    """
-    request = Request(trace, connections)
-    source = _Source([request], options)
-    n = len(connections)
-    (decomposed,) = _decomposed(
-        [request], source, source.batches(n, n), k, n_triplets=n_triplets
-    )
-    return decomposed
 
 
 def passing(
@@ -199,8 +175,8 @@ def passing(
         function: as in `block_jacobian`.
         dtype: what they are converted to before they are decomposed.
     """
-    source = _Source([Request(trace, connections)], options, function=function)
-    return Passing(connections, source.singles(dtype), source.paths[0])
+    request = Request(trace, connections)
+    return Passing(connections, _in_turns([request], options, function), dtype)
 
 
 def all_singular_values(
@@ -218,9 +194,44 @@ def all_singular_values(
             about the same rank, such as those of one block and one output.
         options: how Jacobians are computed.
     """
-    source = _Source([Request(trace, connections)], options)
-    values = background_map(SimilarRanks(), source.singles(), _device(trace))
-    return torch.cat(values), source.paths[0]
+    values_of = SimilarRanks()
+
+    def decomposed(computed: Computed) -> tuple[Tensor, str]:
+        return values_of(computed.J[None]), computed.path
+
+    computed = _in_turns([Request(trace, connections)], options)
+    # One after the other: the rank of one is what is tried for the next.
+    results = background_map(decomposed, computed, _device(trace), n_workers=1)
+    paths = [path for _, path in results]
+    return torch.cat([values for values, _ in results]), _by_name(connections, paths)
+
+
+def decompose(
+    trace: Trace,
+    connections: Sequence[Connection],
+    k: int,
+    options: JacobianOptions = DEFAULT_OPTIONS,
+    *,
+    n_triplets: int | None = None,
+    function: AnyFunction = "branches",
+) -> Decomposed:
+    """Decompose the Jacobians of some connections, and keep none of them.
+
+    Args:
+        trace: a traced prompt.
+        connections: whose Jacobians are decomposed.
+        k: how many leading triplets are asked for.
+        options: how Jacobians are computed.
+        n_triplets: how many to compute; one more than k by default, if there is.
+        function: as in `jacobians_of`.
+    """
+    sizes = MapSizes.of(trace, n_rows=1, n_columns=len(connections), k=k)
+    sizes = replace(sizes, rows_are_columns=False)
+    budget = Budget.of(trace.blocks[0].call.module, sizes, options)
+    requests = [Request(trace, connections)]
+    computed = _in_turns(requests, options, function, budget)
+    (decomposed,) = _decomposed(requests, computed, k, budget, n_triplets)
+    return decomposed
 
 
 def decompose_each(
@@ -228,6 +239,7 @@ def decompose_each(
     k: int | None,
     options: JacobianOptions,
     n_maps: int = 1,
+    function: AnyFunction = "branches",
 ) -> Iterator[Decomposed]:
     """Decompose and keep each prompt's Jacobians, which are both rows and columns.
 
@@ -241,6 +253,7 @@ def decompose_each(
             default.
         options: how Jacobians are computed.
         n_maps: how many maps are made of each prompt, which count for `max_memory`.
+        function: as in `jacobians_of`.
     """
     for group in sharing_a_reading(requests):
         trace, connections = group[0]
@@ -249,9 +262,10 @@ def decompose_each(
         sizes = MapSizes.of(trace, n, n, k_of_group)
         sizes = replace(sizes, n_maps=n_maps, n_prompts=len(group))
         budget = Budget.of(trace.blocks[0].call.module, sizes, options)
-        source = _Source(group, options, budget)
-        batches = source.batches(n * len(group), budget.at_once)
-        yield from _decomposed(group, source, batches, k_of_group, budget)
+        matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
+        shelf = Shelf(n * len(group), matrix, budget.in_memory)
+        computed = _in_turns(group, options, function, budget)
+        yield from _decomposed(group, computed, k_of_group, budget, shelf=shelf)
 
 
 def decompose_sides(
@@ -274,15 +288,10 @@ def decompose_sides(
     sizes = MapSizes.of(trace, len(rows), len(columns), k)
     sizes = replace(sizes, rows_are_columns=False)
     budget = Budget.of(trace.blocks[0].call.module, sizes, options)
-    source = _Source([Request(trace, [*columns, *rows])], options, budget)
-    (decomposed,) = _decomposed(
-        [Request(trace, columns)],
-        source,
-        source.batches(len(columns), budget.at_once),
-        k,
-    )
-    of_rows = source.batches(len(rows), budget.at_once)
-    return Passing(rows, of_rows, source.paths[0]), decomposed
+    computed = _in_turns([Request(trace, [*columns, *rows])], options, budget=budget)
+    of_columns = islice(computed, len(columns))
+    (decomposed,) = _decomposed([Request(trace, columns)], of_columns, k, budget)
+    return Passing(rows, computed), decomposed
 
 
 def sharing_a_reading(requests: Iterable[Request]) -> Iterator[list[Request]]:
@@ -311,147 +320,112 @@ def _n_sharing(trace: Trace) -> int:
     return max(1, min(MOST_PROMPTS, weights // jacobians))
 
 
-class _Source:
-    """Jacobians of several prompts, computed when they are asked for.
+def _in_turns(
+    requests: Sequence[Request],
+    options: JacobianOptions,
+    function: AnyFunction = "branches",
+    budget: Budget | None = None,
+) -> Iterator[Computed]:
+    """Yield the Jacobians of several prompts, which take turns at each connection.
 
-    The prompts take turns at each connection: a block of a model that is read from disk
-    is read once for all of them. `paths` holds, for each prompt, the way in which each
-    Jacobian so far was evaluated.
+    A block of a model that is read from disk is read once for all of them. Each
+    Jacobian lies where the first block lives.
     """
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        options: JacobianOptions,
-        budget: Budget | None = None,
-        function: Function = "branches",
-    ) -> None:
-        chunk_size = options.chunk_size
-        n_sharing = MOST_SHARING
-        if budget is not None:
-            chunk_size = budget.chunk_size
-            n_sharing = budget.n_sharing or MOST_SHARING
-        self.paths: list[dict[str, str]] = [{} for _ in requests]
-        self._n_left = sum(len(request.connections) for request in requests)
-        # Blocks of a model that is split over several devices give their Jacobians
-        # where they live.
-        self._device = requests[0].trace.blocks[0].X.device
-        computed = (
-            jacobians_of(
-                request.trace,
-                request.connections,
-                chunk_size=chunk_size,
-                progress=options.progress,
-                n_sharing=n_sharing,
-                function=function,
-            )
-            for request in requests
+    chunk_size = options.chunk_size
+    n_sharing = MOST_SHARING
+    if budget is not None:
+        chunk_size = budget.chunk_size
+        n_sharing = budget.n_sharing or MOST_SHARING
+    streams = [
+        jacobians_of(
+            request.trace,
+            request.connections,
+            chunk_size=chunk_size,
+            progress=options.progress,
+            n_sharing=n_sharing,
+            function=function,
         )
-        self._streams = list(computed)
-        self._turns = cycle(zip(self._streams, self.paths, strict=True))
-
-    def batches(self, n: int, at_once: int) -> Iterator[Float[Tensor, "n_some d d"]]:
-        """Yield the next n Jacobians, stacked, `at_once` or fewer at a time."""
-        for start in range(0, n, at_once):
-            n_in_batch = min(at_once, n - start)
-            yield torch.stack([self._next() for _ in range(n_in_batch)])
-        self._finish()
-
-    def singles(
-        self, dtype: torch.dtype | None = None
-    ) -> Iterator[Float[Tensor, "1 d d"]]:
-        """Yield all Jacobians one by one, as they were computed, or converted."""
-        while self._n_left:
-            J = self._next()
-            yield J[None] if dtype is None else J.to(dtype)[None]
+        for request in requests
+    ]
+    device = _device(requests[0].trace)
+    for _ in requests[0].connections:
+        for stream in streams:
+            computed = next(stream)
+            yield computed._replace(J=computed.J.to(device))
             # Not kept while the next is computed.
-            del J
-        self._finish()
+            del computed
+    # The loops of `progress` end.
+    for stream in streams:
+        next(stream, None)
 
-    def _next(self) -> Float[Tensor, "d d"]:
-        stream, paths = next(self._turns)
-        computed = next(stream)
-        paths[str(computed.connection)] = computed.path
-        self._n_left -= 1
-        return computed.J.to(self._device)
 
-    def _finish(self) -> None:
-        """End the loops of `progress`, if all Jacobians have been computed."""
-        if not self._n_left:
-            for stream in self._streams:
-                next(stream, None)
+class _Triplets(NamedTuple):
+    """What is known of one Jacobian beside itself."""
+
+    spectrum: Spectrum
+    frobenius_norm: Float[Tensor, " 1"]
+    path: str
 
 
 def _decomposed(
     requests: Sequence[Request],
-    source: _Source,
-    batches: Iterator[Float[Tensor, "n d d"]],
+    computed: Iterator[Computed],
     k: int,
-    keep: Budget | None = None,
+    budget: Budget,
     n_triplets: int | None = None,
+    shelf: Shelf | None = None,
 ) -> list[Decomposed]:
-    """Decompose batches of Jacobians of several prompts that took turns.
+    """Decompose the Jacobians of several prompts that took turns.
 
     Args:
         requests: the prompts, with the connections that are decomposed.
-        source: where the batches come from.
-        batches: the Jacobians.
+        computed: the Jacobians.
         k: how many leading triplets are asked for.
-        keep: where the Jacobians are to be kept; none are without it.
+        budget: how many are decomposed at a time.
         n_triplets: how many to compute; one more than k by default, if there is.
+        shelf: where the Jacobians are kept; none are without it.
     """
-    if n_triplets is None:
-        n_triplets = min(k + 1, requests[0].trace.d_model)
     trace = requests[0].trace
+    if n_triplets is None:
+        n_triplets = min(k + 1, trace.d_model)
+    if shelf is not None:
+        computed = _shelved(computed, shelf)
+    results = background_map(
+        partial(_triplets, n_triplets), computed, _device(trace), budget.at_once
+    )
     n_prompts = len(requests)
-    shelf = None
-    if keep is not None:
-        n_jacobians = sum(len(request.connections) for request in requests)
-        matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
-        shelf = Shelf(n_jacobians, matrix, keep.in_memory)
-        batches = _shelved(batches, shelf)
-    decompose_batch = partial(_spectra_and_norms, n_triplets=n_triplets)
-    of_batches = background_map(decompose_batch, batches, _device(trace))
-    of_all = Spectrum.cat([part for spectra, _ in of_batches for part in spectra])
-    norms_of_all = torch.cat([norms for _, norms in of_batches])
-    return [
-        Decomposed(
-            request.connections,
-            k,
-            of_all[i::n_prompts],
-            norms_of_all[i::n_prompts],
-            paths,
-            request.trace,
-            None if shelf is None else partial(_take_from, shelf, i, n_prompts),
+    decomposed: list[Decomposed] = []
+    for prompt, request in enumerate(requests):
+        own = results[prompt::n_prompts]
+        taken_from = None
+        if shelf is not None:
+            taken_from = partial(_take_from, shelf, prompt, n_prompts)
+        decomposed.append(
+            Decomposed(
+                request.connections,
+                k,
+                Spectrum.cat([triplets.spectrum for triplets in own]),
+                torch.cat([triplets.frobenius_norm for triplets in own]),
+                _by_name(request.connections, [triplets.path for triplets in own]),
+                request.trace,
+                taken_from,
+            )
         )
-        for i, (request, paths) in enumerate(zip(requests, source.paths, strict=True))
-    ]
+    return decomposed
 
 
-def _device(trace: Trace) -> torch.device:
-    """Return where the Jacobians of a trace are decomposed."""
-    return trace.blocks[0].X.device
+def _shelved(computed: Iterator[Computed], shelf: Shelf) -> Iterator[Computed]:
+    """Yield Jacobians, each after it has been put on the shelf."""
+    for i, jacobian in enumerate(computed):
+        shelf.put(i, jacobian.J[None])
+        yield jacobian
+        # Not kept while the next is computed.
+        del jacobian
 
 
-def _shelved(
-    batches: Iterator[Float[Tensor, "n d d"]], shelf: Shelf
-) -> Iterator[Float[Tensor, "n d d"]]:
-    """Yield batches of Jacobians, each after it has been put on the shelf."""
-    n_shelved = 0
-    for J in batches:
-        shelf.put(n_shelved, J)
-        n_shelved += len(J)
-        yield J
-        # Not kept while the next are computed.
-        del J
-
-
-def _spectra_and_norms(
-    J: Float[Tensor, "n d d"], n_triplets: int
-) -> tuple[list[Spectrum], Float[Tensor, " n"]]:
-    # One by one: rounding depends on how many are summed at once.
-    norms = [torch.linalg.matrix_norm(matrix[None]) for matrix in J]
-    return _in_halves(lambda some: svd(some, n_triplets), J), torch.cat(norms)
+def _triplets(n_triplets: int, computed: Computed) -> _Triplets:
+    J = computed.J[None]
+    return _Triplets(svd(J, n_triplets), torch.linalg.matrix_norm(J), computed.path)
 
 
 def _take_from(
@@ -461,18 +435,11 @@ def _take_from(
     return shelf.take(i * n_prompts + prompt)
 
 
-def _in_halves(
-    decompose_batch: Callable[[Tensor], Result], J: Float[Tensor, "n d d"]
-) -> list[Result]:
-    """Decompose a batch, in parts where memory runs out.
+def _by_name(connections: Sequence[Connection], paths: Sequence[str]) -> dict[str, str]:
+    """Return the way to each Jacobian, by connection."""
+    return {str(c): path for c, path in zip(connections, paths, strict=True)}
 
-    Fewer threads then decompose at once.
-    """
-    try:
-        return [decompose_batch(J)]
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error) or len(J) == 1:
-            raise
-    # Not in the handler: what the error's frames hold is free by now.
-    halves = J.tensor_split(2)
-    return [part for half in halves for part in _in_halves(decompose_batch, half)]
+
+def _device(trace: Trace) -> torch.device:
+    """Return where the Jacobians of a trace are decomposed."""
+    return trace.blocks[0].X.device

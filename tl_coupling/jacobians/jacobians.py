@@ -16,7 +16,7 @@ from tl_coupling.jacobians.connections import (
     Function,
     connected,
 )
-from tl_coupling.jacobians.held import held_of, key_of
+from tl_coupling.jacobians.jacobian_cache import cache_key, cache_of
 from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.traces import Trace
@@ -175,19 +175,19 @@ def _in_groups(
     function: AnyFunction,
 ) -> Iterator[Computed]:
     """Yield Jacobians; those of a layer share a reference, those of an output more."""
-    held = held_of(trace)
+    cache = cache_of(trace)
     for layer, of_layer in groupby(connections, lambda connection: connection.layer):
         while sharing := list(islice(of_layer, n_together)):
             by_output = groupby(sharing, lambda connection: connection.output_position)
             groups = [list(of_output) for _, of_output in by_output]
-            keys = [key_of(group, chunk_size, function) for group in groups]
-            are_held = held is not None and all(key in held for key in keys)
+            keys = [cache_key(group, chunk_size, function) for group in groups]
+            are_cached = cache is not None and all(key in cache for key in keys)
             block = trace.blocks[layer]
-            if not are_held:
+            if not are_cached:
                 # Before its branches are asked for: it shows whether it has others.
                 block.refer_to([group[0].output_position for group in groups])
             block = measured(block, function)
-            if not are_held:
+            if not are_cached:
                 block.refer_to([group[0].output_position for group in groups])
             for key, group in zip(keys, groups, strict=True):
                 inputs = [connection.input_position for connection in group]
@@ -198,10 +198,10 @@ def _in_groups(
                     group[0].output_position,
                     chunk_size,
                 )
-                if held is None:
+                if cache is None:
                     matrices, path = compute()
                 else:
-                    matrices, path = held.get(key, group, compute)
+                    matrices, path = cache.get(key, group, trace, compute)
                 for connection, J in zip(group, matrices, strict=True):
                     yield Computed(connection, J, path)
                 # Not kept while the next are computed.

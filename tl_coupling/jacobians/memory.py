@@ -17,9 +17,6 @@ from tl_coupling.traces import Trace
 # memory at once: measured.
 _ACTIVATIONS = 4
 _OF_SVD = 12
-# Entries of the matrices whose SVDs are taken together (float32: 4 MiB), at least one
-# for each thread.
-_SVD_BUDGET = 2**20
 # Of the memory that is free, what Jacobians may take unless a limit is given.
 _SHARE = 0.5
 
@@ -67,7 +64,7 @@ class Needs:
         matrix: one Jacobian.
         of_seed: what computing one row of a Jacobian takes.
         chunk_size: rows that are computed at a time.
-        at_once: Jacobians that are computed before their SVDs are taken.
+        at_once: Jacobians whose SVDs are taken at a time, each by a thread.
     """
 
     result: int
@@ -88,8 +85,7 @@ class Needs:
         # least 4 d, as is usual.
         widths = [max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1]
         width = max(4, -(-max(widths, default=0) // d))
-        n_threads = torch.get_num_threads()
-        n_together = n_threads * max(1, _SVD_BUDGET // (n_threads * d**2))
+        n_workers = max(1, torch.get_num_threads() // 2)
         n_pairs = sizes.n_rows * sizes.n_columns
         return cls(
             result=sizes.n_maps * n_pairs * sizes.k**2 * itemsize,
@@ -98,18 +94,17 @@ class Needs:
             matrix=d * d * itemsize,
             of_seed=_ACTIVATIONS * width * d * itemsize,
             chunk_size=min(d, chunk_that_fits(width, d)),
-            at_once=min(n_columns, n_together),
+            at_once=min(n_columns, n_workers),
         )
 
     @property
     def working(self) -> int:
-        """What a Jacobian takes while it is computed, or SVDs while they are taken.
-
-        Each SVD is taken in a thread of its own.
-        """
+        """What a Jacobian takes while it is computed, beside the SVDs of others."""
         jacobian = self.chunk_size * self.of_seed + self.matrix
-        svds = min(self.at_once, torch.get_num_threads()) * _OF_SVD * self.matrix
-        return max(jacobian, svds) + 2 * self.at_once * self.matrix
+        svds = self.at_once * _OF_SVD * self.matrix
+        # The SVDs' own matrices, and the one that waits for a thread.
+        waiting = (self.at_once + 1) * self.matrix
+        return jacobian + svds + waiting
 
     @property
     def beside_jacobians(self) -> int:
@@ -166,7 +161,10 @@ class Budget:
         needs = Needs.of(block, sizes)
         if options.max_memory is None:
             in_memory = needs.kept_in_memory(None, block)
-            return cls(needs.at_once, options.chunk_size, None, in_memory)
+            free = _SHARE * _free_memory(torch.device("cpu"))
+            n_that_fit = free / (_OF_SVD * needs.matrix)
+            at_once = max(1, int(min(needs.at_once, n_that_fit)))
+            return cls(at_once, options.chunk_size, None, in_memory)
         limit = n_bytes(options.max_memory)
         needs = needs.within(limit)
         return cls(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain, islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,14 +18,6 @@ from tl_coupling.arguments import join_measuring
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class _Shares(NamedTuple):
-    """How torch's threads are shared out: between workers, and this thread."""
-
-    n_workers: int
-    threads_of_worker: int
-    own_threads: int
 
 
 def parallel_map(
@@ -42,7 +34,7 @@ def parallel_map(
             of its own, they are computed one after the other by this thread.
 
     Example:
-        >>> from tl_coupling.spectra.parallel import parallel_map
+        >>> from tl_coupling.spectra import parallel_map
         >>> matrices = [torch.eye(2), torch.eye(3)]
         >>> parallel_map(torch.trace, matrices, torch.device("cpu"))
         [tensor(2.), tensor(3.)]
@@ -51,61 +43,63 @@ def parallel_map(
     first = list(islice(unread, 2))
     if len(first) == 1:
         return [function(first[0])]
-    n_threads = torch.get_num_threads()
-    shares = _Shares(n_threads, threads_of_worker=1, own_threads=1)
-    return _mapped(function, chain(first, unread), device, shares)
+    n_workers = torch.get_num_threads()
+    return _mapped(function, chain(first, unread), device, n_workers, own_threads=1)
 
 
 def background_map(
-    function: Callable[[Item], Result], items: Iterable[Item], device: torch.device
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    device: torch.device,
+    n_workers: int | None = None,
 ) -> list[Result]:
     """Return the function of each item, in order, while the next items are made.
 
-    Jacobians take Python, products of a few rows, and one core; their SVDs the others.
+    Jacobians take Python, products of a few rows, and a core or two; their SVDs the
+    others.
 
     Args:
-        function: of one item, called by one worker, which has half of the cores.
-        items: made by this thread, with the other half: threads of torch that wait for
-            each other spin, and take the time of those that work. Two are held at a
-            time.
+        function: of one item.
+        items: made by this thread, one more than there are workers at a time.
         device: as in `parallel_map`.
+        n_workers: at most; by default half of the cores. Each has one core, and this
+            thread the others: threads of torch that wait for each other spin, and take
+            the time of those that work.
     """
     n_threads = torch.get_num_threads()
-    of_worker = n_threads // 2
-    shares = _Shares(
-        n_workers=min(1, of_worker),
-        threads_of_worker=of_worker,
-        own_threads=n_threads - of_worker,
-    )
-    return _mapped(function, items, device, shares)
+    most = n_threads // 2
+    n_workers = most if n_workers is None else min(n_workers, most)
+    return _mapped(function, items, device, n_workers, n_threads - n_workers)
 
 
 def _mapped(
     function: Callable[[Item], Result],
     items: Iterable[Item],
     device: torch.device,
-    shares: _Shares,
+    n_workers: int,
+    own_threads: int,
 ) -> list[Result]:
     n_threads = torch.get_num_threads()
     if device.type != "cpu" or n_threads == 1:
         return list(map(function, items))
-
-    def begin_worker() -> None:
-        torch.set_num_threads(shares.threads_of_worker)
-        join_measuring()
-
     results: list[Result] = []
     begun: deque[Future[Result]] = deque()
     with ExitStack() as undo:
-        pool = ThreadPoolExecutor(shares.n_workers, initializer=begin_worker)
+        pool = ThreadPoolExecutor(n_workers, initializer=_begin_worker)
         undo.callback(torch.set_num_threads, n_threads)
         undo.callback(pool.shutdown, cancel_futures=True)
-        torch.set_num_threads(shares.own_threads)
+        torch.set_num_threads(own_threads)
         for item in items:
             begun.append(pool.submit(function, item))
             # Not kept while the next is made.
             del item
-            if len(begun) > shares.n_workers:
+            if len(begun) > n_workers:
                 results.append(begun.popleft().result())
         results.extend(future.result() for future in begun)
     return results
+
+
+def _begin_worker() -> None:
+    """Compute with one core, in the turn of the thread that waits."""
+    torch.set_num_threads(1)
+    join_measuring()

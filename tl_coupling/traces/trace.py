@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +45,8 @@ class Trace:
     final_norm: bool
     provenance: dict[str, Any]
     pixels: Float[Tensor, "1 channels height width"] | None = None
+    # Of `jacobians.with_cache`; a trace that was just made has none.
+    jacobian_cache: object = field(default=None, init=False, repr=False)
 
     @property
     def n_layers(self) -> int:

@@ -1,8 +1,7 @@
 """Jacobians that several measurements of one trace ask for, computed once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import copy
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,23 +16,24 @@ from tl_coupling.traces import Trace
 Matrices = tuple[Sequence[Tensor], Path]
 # Layer, t1 and t2.
 _Ends = tuple[int, int, int]
-_current: ContextVar["HeldJacobians | None"] = ContextVar("held", default=None)
 
 
-class HeldJacobians:
+class JacobianCache:
     """The Jacobians of one trace that will be asked for again, once they are computed.
+
+    They are in memory, or in a temporary file where they do not fit, as long as the
+    cache.
 
     Rounding depends on which Jacobians are computed together. So those are the same
     that are of the same group: a layer, input positions and an output position.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self) -> None:
         self._asked_again: set[_Ends] = set()
         self._shelves: dict[object, tuple[Shelf, Path]] = {}
 
     def expect(self, connections: Iterable[Connection]) -> None:
-        """Hold the Jacobians of these connections from when they are computed."""
+        """Keep the Jacobians of these connections from when they are computed."""
         self._asked_again.update(map(_ends, connections))
 
     def __contains__(self, key: object) -> bool:
@@ -43,54 +43,49 @@ class HeldJacobians:
         self,
         key: object,
         group: Sequence[Connection],
+        trace: Trace,
         compute: Callable[[], Matrices],
     ) -> Matrices:
-        """Return the Jacobians of a group, computed unless they are held."""
+        """Return the Jacobians of a group, computed unless they are there."""
         if key in self._shelves:
             shelf, path = self._shelves[key]
             return [shelf.take(i) for i in range(len(group))], path
         matrices, path = compute()
         if self._asked_again.issuperset(map(_ends, group)):
             n_bytes = len(self._asked_again) * matrices[0].nbytes
-            block = self.trace.blocks[group[0].layer].call.module
+            block = trace.blocks[group[0].layer].call.module
             shelf = Shelf(len(group), matrices[0], fits_in_memory(n_bytes, block))
             shelf.put(0, torch.stack(list(matrices)))
             self._shelves[key] = shelf, path
         return matrices, path
 
 
-def key_of(
+def cache_key(
     group: Sequence[Connection], chunk_size: int | None, function: AnyFunction
 ) -> object:
-    """Return what a group of connections with one output is held by."""
+    """Return what a group of connections with one output is kept by."""
     return (*map(_ends, group), chunk_size, function)
 
 
-def held_of(trace: Trace) -> HeldJacobians | None:
-    """Return what is held of a trace at this point of the program."""
-    held = _current.get()
-    return held if held is not None and held.trace is trace else None
+def cache_of(trace: Trace) -> JacobianCache | None:
+    """Return the cache of a trace, if it has one."""
+    cache = trace.jacobian_cache
+    return cache if isinstance(cache, JacobianCache) else None
 
 
-@contextmanager
-def each_once(trace: Trace, connections: Iterable[Connection]) -> Iterator[None]:
-    """Compute each of these Jacobians once within the block, however often it's asked.
+def with_cache(trace: Trace, connections: Iterable[Connection]) -> Trace:
+    """Return a trace of which each of these Jacobians is computed once, however often
+    it is asked for.
 
-    They are held in memory, or in a temporary file where they do not fit, until the
-    block ends. A block within another adds to what is held.
+    A trace that has a cache keeps them in it.
     """
-    held = held_of(trace)
-    if held is not None:
-        held.expect(connections)
-        yield
-        return
-    held = HeldJacobians(trace)
-    held.expect(connections)
-    token = _current.set(held)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    cache = cache_of(trace)
+    if cache is None:
+        cache = JacobianCache()
+        trace = copy.copy(trace)
+        object.__setattr__(trace, "jacobian_cache", cache)
+    cache.expect(connections)
+    return trace
 
 
 def _ends(connection: Connection) -> _Ends:
