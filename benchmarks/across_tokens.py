@@ -31,7 +31,6 @@ from benchmarks.timing import (
     token_ids,
     write,
 )
-from tl_coupling.jacobians import jacobians_of_output
 from tl_coupling.models import ModelError
 
 LAYERS = 8, 9
@@ -59,7 +58,7 @@ def measure(name: str, n_tokens: int, device: torch.device, k: int) -> dict[str,
         with block.evaluation():
             return torch.func.jacrev(function, chunk_size=64)(block.X[t1])
 
-    ours, _ = jacobians_of_output(block, range(n_tokens), n_tokens - 1)
+    ours, _ = block.jacobians(range(n_tokens), n_tokens - 1)
     largest = 0.0
 
     def full_sequences() -> None:

@@ -11,7 +11,7 @@ import xarray
 import tiny
 import tl_coupling as tlc
 from tl_coupling.gradients import BlockFunction
-from tl_coupling.jacobians import decomposed, jacobians
+from tl_coupling.jacobians import decomposed
 from tl_coupling.trajectories import measure_trajectory
 
 
@@ -196,7 +196,7 @@ def test_each_jacobian_is_computed_once(
     that act on it: rounding depends on which are computed together.
     """
     computations: Counter[tuple[int, tuple[int, ...], int]] = Counter()
-    compute = jacobians.jacobians_of_output
+    compute = BlockFunction.jacobians
 
     def counted(
         block: BlockFunction, inputs: list[int], output: int, *options: object
@@ -204,7 +204,7 @@ def test_each_jacobian_is_computed_once(
         computations[block.layer, tuple(inputs), output] += 1
         return compute(block, inputs, output, *options)
 
-    monkeypatch.setattr(jacobians, "jacobians_of_output", counted)
+    monkeypatch.setattr(BlockFunction, "jacobians", counted)
     tlc.portrait(tiny_trace, k=(4, 8), position=5)
     tokens = range(len(tiny.TOKENS))
     layers = range(tiny.N_LAYERS)

@@ -22,7 +22,7 @@ from real.measure import Outcome
 from real.oracle import ExactOracle, in_float64
 from real.registry import MODELS, Part, RealModel
 from real.weights import WeightsError
-from tl_coupling.jacobians import jacobian_and_path
+from tl_coupling.gradients import BlockFunction
 from tl_coupling.models.loading import embedded_folder
 
 
@@ -182,8 +182,10 @@ def test_right_jacobians_are_right(tiny_pair) -> None:
 def test_a_wrong_jacobian_is_seen(
     tiny_pair, monkeypatch: pytest.MonkeyPatch, where: str, oracles: int
 ) -> None:
+    jacobian = BlockFunction.jacobian
+
     def off(block, t1: int, t2: int):
-        J, way = jacobian_and_path(block, t1, t2)
+        J, way = jacobian(block, t1, t2)
         if (block.layer, t1) == (1, 0):
             J = J.clone()
             if where == "all":
@@ -192,7 +194,7 @@ def test_a_wrong_jacobian_is_seen(
                 J[2, 3] += 0.01 * J.norm()
         return J, way
 
-    monkeypatch.setattr(measure, "jacobian_and_path", off)
+    monkeypatch.setattr(BlockFunction, "jacobian", off)
     outcome = compared(*tiny_pair)
     assert len(outcome.wrong) == oracles
     assert all("layer 1, token 0 of" in sentence for sentence in outcome.wrong)
@@ -200,12 +202,14 @@ def test_a_wrong_jacobian_is_seen(
 
 
 def test_a_refused_layer_is_counted(tiny_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    jacobian = BlockFunction.jacobian
+
     def refusing(block, t1: int, t2: int):
         if (block.layer, t1) == (1, 0):
             raise ValueError("no derivative")
-        return jacobian_and_path(block, t1, t2)
+        return jacobian(block, t1, t2)
 
-    monkeypatch.setattr(measure, "jacobian_and_path", refusing)
+    monkeypatch.setattr(BlockFunction, "jacobian", refusing)
     trace = tiny_pair[0]
     outcome = compared(*tiny_pair)
     assert outcome.wrong == []

@@ -15,7 +15,7 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from tl_coupling.gradients import BlockFunction
-from tl_coupling.jacobians import decomposed, jacobians
+from tl_coupling.jacobians import decomposed
 from tl_coupling.redundancy import CHANGES, layer_redundancy, shared_directions
 
 OTHER = [7, 7, 1, 50, 2]
@@ -248,7 +248,7 @@ def test_each_jacobian_is_computed_and_decomposed_once(
     """Coupling and shared directions read one decomposition."""
     computed: list[tuple[int, int, int]] = []
     decomposed_matrices: list[bytes] = []
-    compute = jacobians.jacobians_of_output
+    compute = BlockFunction.jacobians
     svd = decomposed.svd
 
     def counted_jacobians(
@@ -261,7 +261,7 @@ def test_each_jacobian_is_computed_and_decomposed_once(
         decomposed_matrices.extend(matrix.numpy().tobytes() for matrix in J)
         return svd(J, n_triplets)
 
-    monkeypatch.setattr(jacobians, "jacobians_of_output", counted_jacobians)
+    monkeypatch.setattr(BlockFunction, "jacobians", counted_jacobians)
     monkeypatch.setattr(decomposed, "svd", counted_svd)
     layer_redundancy(tiny_trace.model, words(tiny.TOKENS), k=[4, 8], progress=False)
     last = len(tiny.TOKENS) - 1

@@ -12,7 +12,7 @@ from transformer_lens.factories.architecture_adapter_factory import (
 )
 
 import tl_coupling as tlc
-from tl_coupling.jacobians import jacobian_and_path
+from tl_coupling.gradients import BlockFunction
 from zoo import measure, page, run
 from zoo.measure import Finding
 from zoo.models import buildable
@@ -39,11 +39,13 @@ def test_a_jacobian_off_by_a_thousandth_is_wrong(
     assert right.verdict == "correct"
     assert right.error < 2e-6
 
+    jacobian = BlockFunction.jacobian
+
     def off(block, t1: int, t2: int):
-        J, way = jacobian_and_path(block, t1, t2)
+        J, way = jacobian(block, t1, t2)
         return J * (1.001 if (block.layer, t1, t2) == (1, 0, 7) else 1), way
 
-    monkeypatch.setattr(measure, "jacobian_and_path", off)
+    monkeypatch.setattr(BlockFunction, "jacobian", off)
     wrong = measure.measure("GPT2LMHeadModel", "float32")
     assert wrong.verdict == "wrong"
     assert wrong.error == pytest.approx(1e-3, rel=1e-2)

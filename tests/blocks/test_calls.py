@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.jacobians import jacobian_and_path
 
 D_MODEL, N_POS, N_LAYERS = 8, 5, 2
 Change = Callable[["Block", Tensor], Tensor]
@@ -187,7 +186,7 @@ def test_a_cache_under_its_newer_name_beside_the_older_one() -> None:
         return y
 
     trace = tlc.trace_modules([block], run)
-    J, path = jacobian_and_path(trace.blocks[0], 1, 3)
+    J, path = trace.blocks[0].jacobian(1, 3)
     assert path.startswith("token_local")
     expected = torch.func.jacrev(lambda x: block(x[None])[0, 3])(x[0])[:, 1]
     torch.testing.assert_close(J, expected)
@@ -252,9 +251,7 @@ def test_blocks_of_a_bridge(tokenizer_folder: Path) -> None:
         step = plain.residual[layer + 1] - plain.residual[layer]
         torch.testing.assert_close(f(trace.residual[layer]), step, rtol=1e-4, atol=1e-5)
         for t1, t2 in [(-1, -1), (2, 5)]:
-            J, _ = jacobian_and_path(
-                f, trace.position_index(t1), trace.position_index(t2)
-            )
+            J, _ = f.jacobian(trace.position_index(t1), trace.position_index(t2))
             expected = tlc.block_jacobian(
                 plain, layer, input_position=t1, output_position=t2
             )

@@ -18,7 +18,7 @@ from coupling_maps import MEASURES, assert_same
 from random_matrices import haar
 from tl_coupling import measures
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.jacobians import jacobians
+from tl_coupling.gradients import BlockFunction
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
@@ -188,13 +188,13 @@ def test_one_a_serves_every_smaller_k(deep, result):
 
 
 def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
-    trace, calls, original = deep[0], [], jacobians.jacobians_of_output
+    trace, calls, original = deep[0], [], BlockFunction.jacobians
 
     def spy(block, *args):
         calls.append(block.layer)
         return original(block, *args)
 
-    monkeypatch.setattr(jacobians, "jacobians_of_output", spy)
+    monkeypatch.setattr(BlockFunction, "jacobians", spy)
     both = tlc.comparisons.depth_couplings(
         trace, K, MIDDLE, layers=[2, 0], chunk_size=7
     )
@@ -570,8 +570,8 @@ def test_bad_arguments_have_one_clear_error_before_any_jacobian(
 ):
     if "chunk_size" not in options:
         monkeypatch.setattr(
-            jacobians,
-            "jacobians_of_output",
+            BlockFunction,
+            "jacobians",
             lambda *_: pytest.fail("a Jacobian was computed"),
         )
     for function in (tlc.depth_coupling, tlc.comparisons.depth_couplings):
@@ -618,7 +618,7 @@ def test_a_cut_inside_a_repeated_singular_value_warns_and_names_the_layer(
     def stand_in(block, *_):
         return (repeated if block.layer == 2 else distinct)[None], "full_sequence"
 
-    monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
+    monkeypatch.setattr(BlockFunction, "jacobians", stand_in)
     with pytest.warns(
         UserWarning, match="σ_2 and σ_3 are equal to rounding in layer 2, token 7:"
     ):
@@ -637,7 +637,7 @@ def test_a_zero_jacobian_is_nan_with_a_warning_and_only_where_it_is(deep, monkey
     def stand_in(block, *_):
         return (J * (block.layer != 1))[None], "full_sequence"
 
-    monkeypatch.setattr(jacobians, "jacobians_of_output", stand_in)
+    monkeypatch.setattr(BlockFunction, "jacobians", stand_in)
     with pytest.warns(
         UserWarning, match="σ_6 and σ_7 are equal to rounding in layer 1, token 7:"
     ):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 import tl_coupling as tlc
 from pair_jacobians import all_jacobians
-from tl_coupling.jacobians import jacobian_and_path, jacobians, jacobians_of_output
+from tl_coupling.jacobians import jacobians
 from tl_coupling.models.loading import embedded_folder
 
 N, K = len(tiny.TOKENS), 6
@@ -90,7 +90,7 @@ def test_all_inputs_of_one_output(architecture, tokenizer_folder):
     hf_model = tiny.huggingface_model(architecture)
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
     for t2 in (N - 1, 3):
-        J, path = jacobians_of_output(trace.blocks[1], range(t2 + 1), t2)
+        J, path = trace.blocks[1].jacobians(range(t2 + 1), t2)
         assert path.startswith("query_local")
         for t1 in (0, t2 - 1, t2):
             oracle = tiny.oracle_jacobian(hf_model, tiny.TOKENS, 1, t1, t2)
@@ -191,10 +191,10 @@ def test_a_block_whose_rows_meet_elsewhere_takes_the_full_sequence(tokenizer_fol
         lambda _, args, out: out + args[0].mean(1, keepdim=True)
     )
     trace = tlc.trace(model, tiny.TOKENS)
-    J, path = jacobians_of_output(trace.blocks[1], [0, 4, 5], 5)
+    J, path = trace.blocks[1].jacobians([0, 4, 5], 5)
     assert path == "full_sequence"
     for J_1, t1 in zip(J, (0, 4, 5), strict=True):
-        one, way = jacobian_and_path(trace.blocks[1], t1, 5)
+        one, way = trace.blocks[1].jacobian(t1, 5)
         assert way == "full_sequence"
         torch.testing.assert_close(J_1, one, rtol=0, atol=1e-5)
 

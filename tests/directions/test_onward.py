@@ -77,10 +77,10 @@ def test_in_16_bits_a_row_that_meets_others_is_not_taken_for_the_model(
     row = traced.residual[1, -1]
     log_p = onward.log_probabilities(row[None])[0]
     assert onward.agrees(row, log_p)
-    original = type(traced.blocks[1]).outputs_of_each
+    original = type(traced.blocks[1]).outputs_in_place
     monkeypatch.setattr(
         type(traced.blocks[1]),
-        "outputs_of_each",
+        "outputs_in_place",
         lambda *args: 1.003 * original(*args),
     )
     moved = onward.log_probabilities(row[None])[0]

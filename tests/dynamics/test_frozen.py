@@ -17,7 +17,6 @@ from linear_blocks import affine_trace
 from random_matrices import gaussian
 from tl_coupling.dynamics import frozen_bias, frozen_jacobian
 from tl_coupling.gradients import DerivativeError, FrozenFunction
-from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 
 pytestmark = pytest.mark.both_lines
 
@@ -130,8 +129,8 @@ def test_frozen_jacobians_of_all_tokens_and_the_bias_give_the_step(
     model = tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
     trace = tlc.trace(model, tiny.TOKENS)
     total = frozen_bias(trace, 1, 3)
-    block = FrozenFunction.of(trace.blocks[1])
-    J, _ = jacobians_of_output(block, range(4), 3)
+    block = FrozenFunction.from_block(trace.blocks[1])
+    J, _ = block.jacobians(range(4), 3)
     for J_s, x in zip(J, trace.residual[1, :4], strict=True):
         total = total + J_s @ x
     assert_close(total, trace.residual[2, 3] - trace.residual[1, 3])
@@ -149,7 +148,7 @@ def test_the_identity_holds_where_the_block_normalises_the_stream(
         total = frozen_bias(trace, 0, 3, function=function)
     block = trace.blocks[0]
     block = block.branches() if function == "branches" else block
-    J, _ = jacobians_of_output(FrozenFunction.of(block), range(LAST + 1), 3)
+    J, _ = FrozenFunction.from_block(block).jacobians(range(LAST + 1), 3)
     for J_s, x in zip(J, trace.residual[0], strict=True):
         total = total + J_s @ x
     assert_close(total, block.step[3], 1e-5)
@@ -175,8 +174,8 @@ def test_both_backends_have_the_same_frozen_jacobians(name: str, hub: Path) -> N
 def test_every_way_gives_the_same(architecture: str, tokenizer_folder: Path) -> None:
     model = tiny.bridge(tiny.huggingface_model(architecture), tokenizer_folder)
     trace = tlc.trace(model, tiny.TOKENS)
-    block = FrozenFunction.of(trace.blocks[1])
-    expected, cheapest = jacobian_and_path(block, LAST, LAST)
+    block = FrozenFunction.from_block(trace.blocks[1])
+    expected, cheapest = block.jacobian(LAST, LAST)
     assert cheapest == "token_local_linearised"
     with block.evaluation():
         for _, evaluate in block.ways([LAST], LAST):
@@ -197,7 +196,7 @@ def test_a_frozen_function_is_affine_and_leaves_the_model_alone(
     trace = tlc.trace(model, tiny.TOKENS)
     before = tlc.block_jacobian(trace, 1)
     required = [p.requires_grad for p in model.parameters()]
-    block = FrozenFunction.of(trace.blocks[1])
+    block = FrozenFunction.from_block(trace.blocks[1])
     X = trace.residual[1]
     zeros = torch.zeros_like(X)
     assert_close(block.affine(X), block.step, 1e-5)
@@ -224,7 +223,7 @@ def test_torch_s_own_encoder(batch_first: bool) -> None:
         [block], lambda: block(X if batch_first else X.transpose(0, 1))
     )
     total = frozen_bias(trace, 0, 2)
-    J, _ = jacobians_of_output(FrozenFunction.of(trace.blocks[0]), range(5), 2)
+    J, _ = FrozenFunction.from_block(trace.blocks[0]).jacobians(range(5), 2)
     for J_s, x in zip(J, trace.residual[0], strict=True):
         total = total + J_s @ x
     assert_close(total, trace.blocks[0].step[2], 1e-5)

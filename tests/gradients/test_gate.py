@@ -18,7 +18,6 @@ from tl_coupling.blocks import BlockError
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.gradients import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import over_seeds
-from tl_coupling.jacobians import jacobian_and_path, jacobians_of_output
 
 pytestmark = pytest.mark.both_lines
 
@@ -76,7 +75,7 @@ def test_a_block_is_called_on_several_streams_at_once(model: nn.Module) -> None:
     block = trace.blocks[1]
     streams = torch.stack([block.X, 2 * block.X, -block.X])
     with block.evaluation():
-        together = block._rows.of_each(streams)
+        together = block.added_to_each(streams)
     for stream, f_of_stream in zip(streams, together, strict=True):
         torch.testing.assert_close(f_of_stream, block(stream), rtol=1e-4, atol=1e-5)
 
@@ -106,7 +105,7 @@ def test_hooks_that_know_one_stream_are_measured_as_ever(
 def test_keys_and_values_are_those_of_a_call_of_their_own(model: nn.Module) -> None:
     block = tlc.trace(model, tiny.TOKENS).blocks[1]
     block.refer_to([LAST])
-    recorded = block._rows.keys_and_values
+    recorded = block._keys_and_values
     with block.evaluation():
         expected = block.call.keys_and_values(block.X)
     for of_rows, expected_rows in zip(recorded, expected, strict=True):
@@ -484,7 +483,7 @@ def test_memory_that_runs_out_for_one_row_is_an_error_and_no_more_expensive_way_
 
     model.add_hook("blocks.1.hook_mlp_out", full)
     for error in (
-        lambda: jacobian_and_path(trace.blocks[1], LAST, LAST),
+        lambda: trace.blocks[1].jacobian(LAST, LAST),
         lambda: tlc.block_jvp(trace, 1, torch.ones(32)),
     ):
         with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -521,7 +520,7 @@ def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(
         UserWarning,
         match=r"layer 1: token_local_linearised failed \(KeyError.*more expensive way",
     ):
-        J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
+        J, path = trace.blocks[1].jacobian(LAST, LAST)
     assert path == "full_sequence"
     torch.testing.assert_close(J, expected, rtol=1e-5, atol=1e-6)
     assert len(trace.provenance["remarks"]) == 2
@@ -555,4 +554,4 @@ def test_every_way_has_a_name_of_its_own(model: nn.Module) -> None:
     assert len(set(names)) == len(names) == 3
     assert len(set(of_output)) == len(of_output) == 3
     assert set(names) & set(of_output) == {"full_sequence"}
-    assert jacobians_of_output(block, [2, 5], 5)[1] == "query_local_linearised"
+    assert block.jacobians([2, 5], 5)[1] == "query_local_linearised"

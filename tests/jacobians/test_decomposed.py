@@ -21,7 +21,6 @@ from tl_coupling.jacobians import (
     couple,
     decompose,
     decomposed,
-    jacobians,
     passing,
     with_cache,
 )
@@ -53,13 +52,13 @@ class Counts:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     counts = Counts()
-    compute = jacobians.jacobians_of_output
+    compute = BlockFunction.jacobians
 
     def counted(block: BlockFunction, inputs: list[int], output: int, *more: object):
         counts.jacobians.update((block.layer, t1, output) for t1 in inputs)
         return compute(block, inputs, output, *more)
 
-    monkeypatch.setattr(jacobians, "jacobians_of_output", counted)
+    monkeypatch.setattr(BlockFunction, "jacobians", counted)
     for name, seen in (
         ("svd", counts.svds),
         ("singular_values", counts.singular_values),

@@ -9,7 +9,6 @@ import torch
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.jacobians import jacobian_and_path
 
 pytestmark = pytest.mark.both_lines
 
@@ -45,7 +44,7 @@ def test_jacobians_and_products_equal_autograd_over_the_whole_model(
         for (t1, t2), expected in tiny.oracle_jacobians(
             hf_model, tiny.TOKENS, layer, PAIRS
         ).items():
-            J, path = jacobian_and_path(trace.blocks[layer], t1, t2)
+            J, path = trace.blocks[layer].jacobian(t1, t2)
             paths.add(path)
             assert_close(J, expected)
             v = torch.randn(tiny.D_MODEL, generator=torch.Generator().manual_seed(t2))
@@ -121,9 +120,7 @@ def test_both_backends_give_the_same_jacobians(
     for layer in range(tiny.N_LAYERS):
         for t1, t2 in PAIRS:
             expected = tiny.oracle_jacobian(hf_model, tiny.TOKENS, layer, t1, t2)
-            J = {
-                b: jacobian_and_path(t.blocks[layer], t1, t2) for b, t in traces.items()
-            }
+            J = {b: t.blocks[layer].jacobian(t1, t2) for b, t in traces.items()}
             assert_close(J["bridge"][0], J["hooked"][0], 1e-5)
             assert_close(J["hooked"][0], expected, 1e-5)
             assert J["hooked"][1] != "full_sequence"
@@ -143,7 +140,7 @@ def test_a_bfloat16_model_is_linearised_in_float32_and_left_as_it_was(
     model = tiny.bridge(hf_model, tokenizer_folder)
     weights_before = {name: p.clone() for name, p in model.named_parameters()}
     trace = tlc.trace(model, tiny.TOKENS)
-    J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
+    J, path = trace.blocks[1].jacobian(LAST, LAST)
     assert (J.dtype, path) == (torch.float32, "token_local_linearised")
     after = dict(model.named_parameters())
     assert all(
@@ -180,9 +177,9 @@ def test_a_block_that_is_wrong_when_called_on_one_row_falls_back_to_the_full_seq
         lambda _, args, out: out * args[0].shape[1]
     )
     trace = tlc.trace(model, tiny.TOKENS)
-    J, path = jacobian_and_path(trace.blocks[1], LAST, LAST)
+    J, path = trace.blocks[1].jacobian(LAST, LAST)
     assert path == "full_sequence"
-    assert jacobian_and_path(trace.blocks[0], LAST, LAST)[1] == "token_local_linearised"
+    assert trace.blocks[0].jacobian(LAST, LAST)[1] == "token_local_linearised"
     v = torch.ones(tiny.D_MODEL)
     assert_close(tlc.block_vjp(trace, 1, v), v @ J, 1e-5)
     assert_close(tlc.block_jvp(trace, 1, v), J @ v, 1e-5)

@@ -10,7 +10,6 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.jacobians import jacobian_and_path
 from vision_models import N_LAYERS, NETWORKS, NO_ADAPTER, pixels, torch_encoder, vit
 from zoo.models import original_model
 from zoo.oracle import Oracle
@@ -30,7 +29,7 @@ def worst_error(trace: tlc.Trace, oracle: Oracle) -> tuple[float, set[str]]:
     for layer in range(trace.n_layers):
         expected = oracle.jacobians(layer, pairs)
         for t1, t2 in pairs:
-            J, way = jacobian_and_path(trace.blocks[layer], t1, t2)
+            J, way = trace.blocks[layer].jacobian(t1, t2)
             worst = max(
                 worst, float((J - expected[t1, t2]).norm() / expected[t2, t2].norm())
             )
@@ -78,7 +77,7 @@ def test_modules_with_attention_of_two_products_are_measured_at_the_cost_of_one_
 ) -> None:
     network = NETWORKS[name]()
     trace = tlc.trace_modules(network.blocks, network.run)
-    _, way = jacobian_and_path(trace.blocks[1], 4, 2)
+    _, way = trace.blocks[1].jacobian(4, 2)
     assert way.startswith("token_local")
 
 

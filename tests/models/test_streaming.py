@@ -149,9 +149,9 @@ def test_one_block_is_in_memory_and_it_is_freed(streamed: nn.Module) -> None:
 def test_what_a_block_keeps_is_freed_with_its_weights(streamed: nn.Module) -> None:
     trace = tlc.trace(streamed, tiny.TOKENS)
     J = tlc.block_jacobians(trace)
-    keeps_keys = [block._rows.keys_and_values is not None for block in trace.blocks]
+    keeps_keys = [block._keys_and_values is not None for block in trace.blocks]
     assert keeps_keys == [False, True]
-    assert [len(block._gate.references) for block in trace.blocks] == [0, 1]
+    assert [len(block.references) for block in trace.blocks] == [0, 1]
     assert torch.equal(tlc.block_jacobian(trace, 0), J[0])
 
 

@@ -26,7 +26,6 @@ from real.prompts import PROMPTS, shortened
 from real.registry import RealModel
 from real.weights import checked_file, unpacked_folder
 from tl_coupling.files import write_atomically
-from tl_coupling.jacobians import jacobian_and_path
 from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.loaded import version
 from tl_coupling.plots.maps import color_scale
@@ -193,7 +192,7 @@ def measured_jacobians(
         for position in sorted({0, trace.n_pos // 2, trace.n_pos - 1}):
             outcome.n_jacobians += 1
             try:
-                J, way = jacobian_and_path(trace.blocks[layer], position, position)
+                J, way = trace.blocks[layer].jacobian(position, position)
             except ValueError as error:
                 outcome.refused.append(
                     f"layer {layer}, token {position} of {trace.n_pos}: {error}"

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.jacobians import jacobian_and_path
 from zoo.models import (
     AUDIO,
     HOOKED,
@@ -178,7 +177,7 @@ def _against(trace: tlc.Trace, oracle: Oracle, precision: str) -> Finding:
     for layer in sorted({0, trace.n_layers // 2, trace.n_layers - 1}):
         expected = oracle.jacobians(layer, PAIRS)
         for pair in PAIRS:
-            J, way = jacobian_and_path(trace.blocks[layer], *pair)
+            J, way = trace.blocks[layer].jacobian(*pair)
             if pair[0] <= pair[1]:
                 ways.add(way)
             error = relative_error(J, expected[pair], expected[pair[1], pair[1]])

@@ -195,7 +195,7 @@ class BlockCall:
             return keys, values
         raise _no_context()
 
-    def with_keys_and_values(
+    def output_with_context(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> tuple[Float[Tensor, "n_pos d_model"], tuple[Tensor, Tensor]]:
         """Return the block's output for the whole sequence, and its keys and values.
@@ -211,7 +211,7 @@ class BlockCall:
         keys, values = recording.seen
         return self.rows(Y), (keys, values)
 
-    def of_each(
+    def outputs(
         self, streams: Float[Tensor, "n_streams n_pos d_model"]
     ) -> Float[Tensor, "n_streams n_pos d_model"]:
         """Return the block's output for each of several sequences, by one call.
@@ -238,7 +238,7 @@ class BlockCall:
         around = self.context(position, context)
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row
         # filled in, for every seed.
-        output = self.at(x[None].clone(), around).reshape(-1)
+        output = self.row_output(x[None].clone(), around).reshape(-1)
         if len(around.seen) < 2:
             raise _no_context()
         return output
@@ -247,7 +247,7 @@ class BlockCall:
         """Return the keys and values of other rows, for the row at `position`."""
         return Context(rows, self.position_dim, position)
 
-    def at(
+    def row_output(
         self, X: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
         """Return the block's output for rows that all stand at the context's place: one
@@ -260,7 +260,7 @@ class BlockCall:
         n_keys = context.rows[0].shape[self.position_dim] + 1
         return self._in_context(context, X, context.before, n_keys).reshape(X.shape)
 
-    def at_each(
+    def row_outputs(
         self, rows: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
         """Return the block's output at the context's place for each of several rows,

@@ -45,7 +45,7 @@ class Onward(NamedTuple):
         x = rows.to(self.trace.residual)
         with torch.no_grad():
             for block in self.trace.blocks[self.layer :]:
-                x = block.outputs_of_each(x, self.position)
+                x = block.outputs_in_place(x, self.position)
             logits = self.trace.logits(x, normalised=self.trace.final_norm)
         return logits.double().log_softmax(-1)
 

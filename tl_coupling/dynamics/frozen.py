@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.gradients import BlockFunction, FrozenFunction
-from tl_coupling.jacobians import Function, connected, jacobian_and_path
+from tl_coupling.jacobians import Function, connected
 from tl_coupling.traces import Trace
 
 
@@ -68,7 +68,7 @@ def frozen_jacobian(
         True
     """
     block, t1, t2 = connected(trace, layer, position, input_position, output_position)
-    J, _ = jacobian_and_path(_frozen(block, function), t1, t2, chunk_size)
+    J, _ = _frozen(block, function).jacobian(t1, t2, chunk_size)
     return J
 
 
@@ -106,6 +106,6 @@ def frozen_bias(
 
 def _frozen(block: BlockFunction, function: Function) -> FrozenFunction:
     if function == "branches":
-        return FrozenFunction.of(block.branches())
+        return FrozenFunction.from_block(block.branches())
     block.remark_on_norms()
-    return FrozenFunction.of(block)
+    return FrozenFunction.from_block(block)

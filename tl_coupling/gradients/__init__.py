@@ -18,6 +18,7 @@ from tl_coupling.gradients.ways import (
     Evaluation,
     Path,
     RowFunction,
+    Tried,
 )
 
 __all__ = ["BlockFunction", "DerivativeError", "StepError"]

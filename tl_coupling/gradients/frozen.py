@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from einops import einsum
@@ -23,11 +23,9 @@ from torch import Tensor
 from tl_coupling.gradients.errors import DerivativeError
 from tl_coupling.gradients.freezing import Freezing
 from tl_coupling.gradients.function import BlockFunction
-from tl_coupling.gradients.gate import Gate, Reference
+from tl_coupling.gradients.gate import Reference
 from tl_coupling.gradients.linearisation import Linearisation
 from tl_coupling.gradients.parts import Norm
-from tl_coupling.gradients.rows import BlockRows
-from tl_coupling.gradients.ways import Ways
 
 # How far the frozen function may be from an affine one, relative to its changes; float32
 # gives 1e-7. And how far the stream is moved, in its own lengths: what is of second
@@ -36,18 +34,46 @@ _TOLERANCE = 1e-5
 _MOVES = (1, 16)
 
 
-@dataclass(frozen=True, eq=False)
+class FrozenLinearisation(Linearisation):
+    """A block at one token, as parts whose Jacobians are those of frozen parts.
+
+    Of a norm, the mean is subtracted, and the scale is constant; other parts are
+    differentiated within `Freezing`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for calls in self.calls.values():
+            calls[:] = [
+                (part, _frozen_norm(J) if isinstance(J, Norm) else J)
+                for part, J in calls
+            ]
+
+
+def _frozen_norm(J: Norm) -> Norm:
+    """Return a norm's Jacobian without the direction of its input."""
+    return Norm(J.gain, J.basis[1:])
+
+
+@dataclass(eq=False)
 class FrozenFunction(BlockFunction):
     """What a block adds to the stream, with norms, attention and gates held constant.
 
-    `f⁺` of `X` is `f(X)`; its Jacobian is J⁺.
+    `f⁺` of `X` is `f(X)`; its Jacobian is J⁺, and it must be affine. `is_entered` says
+    whether the context of `evaluation` has been entered.
     """
 
+    freezing: Freezing = field(default_factory=Freezing, init=False, repr=False)
+    is_entered: bool = field(default=False, init=False, repr=False)
+    linearisation: ClassVar[type[Linearisation]] = FrozenLinearisation
+
     @classmethod
-    def of(cls, block: BlockFunction) -> "FrozenFunction":
+    def from_block(cls, block: BlockFunction) -> "FrozenFunction":
         """Return a block's function with its coefficients held constant."""
         values: dict[str, Any] = {
-            part.name: getattr(block, part.name) for part in fields(BlockFunction)
+            part.name: getattr(block, part.name)
+            for part in fields(BlockFunction)
+            if part.init
         }
         return cls(**values)
 
@@ -58,37 +84,8 @@ class FrozenFunction(BlockFunction):
 
         Of zeros it is the bias.
         """
-        with self.evaluation():
-            return self._rows.affine(X)
-
-    @cached_property
-    def _rows(self) -> "FrozenRows":
-        return FrozenRows(self.call, self.X, self.norm, self.stream_norms)
-
-    @cached_property
-    def _gate(self) -> "FrozenGate":
-        return FrozenGate(
-            self.layer, self._rows, self.step, self.recorded, self.remarks
-        )
-
-    @property
-    def _ways(self) -> Ways:
-        return Ways(self._rows, self._looks_ahead, FrozenLinearisation)
-
-    def remark_on_norms(self) -> bool:
-        """Say that nothing normalises the stream: norms divide by constants."""
-        return False
-
-
-@dataclass(eq=False)
-class FrozenRows(BlockRows):
-    """The frozen function near the stream X that was traced.
-
-    `is_entered` says whether the context of `evaluation` has been entered.
-    """
-
-    freezing: Freezing = field(default_factory=Freezing)
-    is_entered: bool = False
+        with self.evaluation(), self.freezing.replayed(self.constants):
+            return self._added_to_differentiated(X)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -104,34 +101,23 @@ class FrozenRows(BlockRows):
     def constants(self) -> list[Tensor]:
         """The coefficients at X, in the order of the block's code."""
         with self.freezing.recorded() as constants:
-            self._of_differentiated(self.X)
+            self._added_to_differentiated(self.X)
         return constants
 
-    def affine(
-        self, X: Float[Tensor, "n_pos d_model"]
-    ) -> Float[Tensor, "n_pos d_model"]:
-        """Return `f⁺(X)`, within `evaluation()`."""
-        constants = self.constants
-        with self.freezing.replayed(constants):
-            return self._of_differentiated(X)
+    def remark_on_norms(self) -> bool:
+        """Say that nothing normalises the stream: norms divide by constants."""
+        return False
 
-    def _of_differentiated(self, X: Tensor) -> Tensor:
+    def _added_to_differentiated(self, X: Tensor) -> Tensor:
         with torch.enable_grad():
-            return self.of_all(X.detach().clone().requires_grad_()).detach()
-
-
-@dataclass(eq=False)
-class FrozenGate(Gate):
-    """The references of a frozen function, which must be affine."""
-
-    rows: FrozenRows
+            return self.added(X.detach().clone().requires_grad_()).detach()
 
     def _check_slopes(self, forward: Any, references: dict[int, Reference]) -> None:
         """Raise DerivativeError unless f⁺ changes by J⁺ as the stream does.
 
         It is moved to zero, and along a random direction V.
         """
-        X = self.rows.X
+        X = self.X
         generator = torch.Generator().manual_seed(self.layer)
         V = torch.randn(X.shape, generator=generator, dtype=torch.float64).to(X)
         V = V * X.norm(dim=1, keepdim=True) / V.norm(dim=1, keepdim=True)
@@ -154,7 +140,7 @@ class FrozenGate(Gate):
 
     def _affine(self, X: Tensor) -> Tensor:
         try:
-            return self.rows.affine(X)
+            return self.affine(X)
         except (RuntimeError, StopIteration):
             raise self._not_affine() from None
 
@@ -165,24 +151,3 @@ class FrozenGate(Gate):
             "stream (it multiplies activations with each other in another way, as "
             "recurrent layers do, or computes them by a function that is not known)"
         )
-
-
-class FrozenLinearisation(Linearisation):
-    """A block at one token, as parts whose Jacobians are those of frozen parts.
-
-    Of a norm, the mean is subtracted, and the scale is constant; other parts are
-    differentiated within `Freezing`.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for calls in self.calls.values():
-            calls[:] = [
-                (part, _frozen_norm(J) if isinstance(J, Norm) else J)
-                for part, J in calls
-            ]
-
-
-def _frozen_norm(J: Norm) -> Norm:
-    """Return a norm's Jacobian without the direction of its input."""
-    return Norm(J.gain, J.basis[1:])

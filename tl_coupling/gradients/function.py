@@ -1,34 +1,25 @@
-"""A residual block as a function, `f(X) = block(X) − X`.
+"""A residual block as a function, `f(X) = block(X) − X`: all that is known of it.
 
-How its Jacobians are evaluated is in `ways`, how they are checked in `gate`.
+How it is evaluated is in `rows`, how it is checked in `gate`, how its Jacobians are
+evaluated in `ways`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from tl_coupling.blocks import BlockCall, RecordedCall, is_out_of_memory
-from tl_coupling.gradients.errors import StepError
-from tl_coupling.gradients.gate import Gate, Reference
-from tl_coupling.gradients.remarks import Remarks
-from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
-from tl_coupling.gradients.stream_norms import StreamNorms, normalises, stream_norms
-from tl_coupling.gradients.ways import (
-    ComponentsEvaluation,
-    Evaluation,
-    Path,
-    RowFunction,
-    Ways,
-)
+from tl_coupling.blocks import is_out_of_memory
+from tl_coupling.gradients.rows import mlp_on_rows
+from tl_coupling.gradients.stream_norms import normalises, stream_norms
+from tl_coupling.gradients.ways import DifferentiatedBlock
 
 
-@dataclass(frozen=True, eq=False)
-class BlockFunction:
+@dataclass(eq=False)
+class BlockFunction(DifferentiatedBlock):
     """What the block at `layer` adds to the residual stream X: `f(X) = block(X) − X`.
 
     With `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with
@@ -44,32 +35,20 @@ class BlockFunction:
         True
     """
 
-    layer: int
-    call: BlockCall
-    X: Float[Tensor, "n_pos d_model"]
-    step: Float[Tensor, "n_pos d_model"] = field(repr=False)
-    norm: nn.Module | None = None
-    recorded: RecordedCall | None = field(default=None, repr=False)
-    remarks: Remarks = field(default_factory=Remarks, repr=False)
-    stream_norms: StreamNorms | None = field(default=None, repr=False)
-
     def __call__(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> Float[Tensor, "n_pos d_model"]:
         """Return `f(X)`, on the full sequence."""
         with self.evaluation():
-            return self._rows.of_all(X)
+            return self.added(X)
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Return the context in which the block is evaluated and differentiated.
+    def refer_to(self, output_positions: Iterable[int]) -> None:
+        """Make references of several positions, and remark on norms of the stream.
 
-        Its arithmetic is exact, and weights are in X's dtype.
+        As `CheckedBlock.refer_to`, with the same errors.
         """
-        return self._rows.evaluation()
-
-    @cached_property
-    def _rows(self) -> BlockRows:
-        return BlockRows(self.call, self.X, self.norm, self.stream_norms)
+        super().refer_to(output_positions)
+        self.remark_on_norms()
 
     # Blocks that normalise the stream
 
@@ -94,7 +73,7 @@ class BlockFunction:
         if self.norm is not None or self.stream_norms is not None:
             return False
         # Seen in passing; a block that seems to is looked at by itself.
-        if self._gate.normalises is False:
+        if self.seems_to_normalise is False:
             return False
         # Where the MLP treats each row by itself, one row of it will do: it is most of
         # the work.
@@ -144,109 +123,3 @@ class BlockFunction:
         self.remarks.add_normalising_layer(self.layer)
         of_branches = replace(self, stream_norms=norms)
         return replace(of_branches, step=self.step + of_branches(self.X) - self(self.X))
-
-    # The ways to evaluate its Jacobians
-
-    def ways(
-        self, input_positions: Sequence[int], output_position: int
-    ) -> Iterator[tuple[Path, Evaluation]]:
-        """Return every way to evaluate `J_{t1 t2}` of these t1 and one t2.
-
-        The cheapest comes first.
-        """
-        return self._ways.to(input_positions, output_position)
-
-    def ways_to_components(
-        self, position: int
-    ) -> Iterator[tuple[Path, ComponentsEvaluation]]:
-        """Return every way to the components of `J_{tt}`; the cheapest comes first."""
-        return self._ways.components(position)
-
-    def full_sequence(self, t1: int, t2: int) -> RowFunction:
-        """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""
-        return self._ways.full_sequence(t1, t2)
-
-    def token_local(self, t1: int, t2: int) -> RowFunction:
-        """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on one row.
-
-        It is right if rows meet in keys and values alone.
-
-        Raises:
-            BlockError: the block does not give its keys and values, or t1 does not act
-                on t2.
-        """
-        return self._ways.token_local(t1, t2)
-
-    def outputs_of_each(
-        self, rows: Float[Tensor, "n_rows d_model"], position: int
-    ) -> Float[Tensor, "n_rows d_model"]:
-        """Return `x + f(x)` of each of several rows x, each in the place of the row at
-        `position`; the other rows are as traced.
-
-        Raises:
-            BlockError: rows meet in something else than keys and values, or the block
-                takes one sequence at a time.
-        """
-        # Its context depends on the reference, which must be made before `evaluation()`.
-        self.reference(position)
-        with self.evaluation():
-            return self._ways.outputs_of_each(rows, position)
-
-    @property
-    def _ways(self) -> Ways:
-        # Not kept: it refers to this object, which must be freed when it is let go.
-        return Ways(self._rows, self._looks_ahead)
-
-    def _looks_ahead(self, t2: int) -> bool:
-        """Say whether later rows act on this one (vision, BERT)."""
-        return bool(self.reference(t2).rows[t2 + 1 :].any())
-
-    # The gate
-
-    def reference(self, output_position: int) -> Reference:
-        """Return the reference of one position, which is kept.
-
-        The first call is subject to what `refer_to` says.
-        """
-        self.refer_to([output_position])
-        return self._gate.references[output_position]
-
-    def refer_to(self, output_positions: Iterable[int]) -> None:
-        """Make references of several positions, with two forward passes for all.
-
-        Older ones are forgotten. It is called outside `evaluation()` where there is a
-        `recorded` call, which is made again with the model as it is.
-
-        Raises:
-            StepError: the block is not the function that was traced.
-            DerivativeError: its derivative is not the function's.
-        """
-        self._gate.refer_to(output_positions)
-        self.remark_on_norms()
-
-    def agrees(
-        self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int
-    ) -> bool:
-        """Say whether a way to evaluate `J_{t1 t2}` agrees with the full sequence.
-
-        Args:
-            y: its `f(X)[t2]`.
-            products: its `uᵀ J_{t1 t2}` of each t1, with the u of the reference.
-            t1: the input positions.
-            t2: the output position.
-        """
-        self.refer_to([t2])
-        return self._gate.agrees(y, products, t1, t2)
-
-    @property
-    def own_dtype(self) -> torch.dtype:
-        """The coarsest dtype that the model itself computes the block in."""
-        return self._gate.own_dtype
-
-    def changed(self) -> StepError:
-        """Return the error where the full sequence no longer agrees with itself."""
-        return self._gate.changed()
-
-    @cached_property
-    def _gate(self) -> Gate:
-        return Gate(self.layer, self._rows, self.step, self.recorded, self.remarks)

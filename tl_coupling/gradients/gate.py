@@ -35,8 +35,7 @@ from tl_coupling.blocks import (
 )
 from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
-from tl_coupling.gradients.remarks import Remarks
-from tl_coupling.gradients.rows import BlockRows, mlp_on_rows
+from tl_coupling.gradients.rows import EvaluatedBlock, mlp_on_rows
 from tl_coupling.gradients.slopes import converges, with_moves_ahead
 from tl_coupling.gradients.stairs import Stairs
 from tl_coupling.gradients.stream_norms import FAR, stays_small
@@ -95,26 +94,33 @@ _OfEach = Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)
-class Gate:
-    """The references of a block function, each checked when it is made, and kept.
+class CheckedBlock(EvaluatedBlock):
+    """A block whose references are checked when they are made, and kept.
 
-    `step` is what the block added when it was traced, `recorded` that call where the
-    model's dtype is not X's. `normalises` says whether the block normalises the stream;
-    it is None until a reference was made.
+    Attributes:
+        references: by output position.
+        seems_to_normalise: whether the block's output stays small where the stream is
+            moved far out; None until a reference was made.
     """
 
-    layer: int
-    rows: BlockRows
-    step: Float[Tensor, "n_pos d_model"]
-    recorded: RecordedCall | None
-    remarks: Remarks
-    references: dict[int, Reference] = field(default_factory=dict)
-    normalises: bool | None = None
+    references: dict[int, Reference] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    seems_to_normalise: bool | None = field(default=None, init=False, repr=False)
+
+    def reference(self, output_position: int) -> Reference:
+        """Return the reference of one position, which is kept.
+
+        The first call is subject to what `refer_to` says.
+        """
+        self.refer_to([output_position])
+        return self.references[output_position]
 
     def refer_to(self, output_positions: Iterable[int]) -> None:
         """Make references of several positions, with two forward passes for all.
 
-        Older ones are forgotten.
+        Older ones are forgotten. It is called outside `evaluation()` where there is a
+        `recorded` call, which is made again with the model as it is.
 
         Raises:
             StepError: the block is not the function that was traced.
@@ -129,13 +135,13 @@ class Gate:
             missing = positions
         if self.recorded is not None:
             self._check_recorded_call(self.recorded)
-        with self.rows.evaluation():
+        with self.evaluation():
             self.references.update(self._checked_references(sorted(missing)))
 
     def agrees(
         self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int
     ) -> bool:
-        """Say whether a cheaper way agrees with the reference of t2, which must exist.
+        """Say whether a way to evaluate `J_{t1 t2}` agrees with the full sequence.
 
         Args:
             y: its `f(X)[t2]`.
@@ -143,8 +149,8 @@ class Gate:
             t1: the input positions.
             t2: the output position.
         """
-        reference = self.references[t2]
-        stream_norm = self.rows.X[t2].norm()
+        reference = self.reference(t2)
+        stream_norm = self.X[t2].norm()
         scale = reference.y.norm() + _SHARE_OF_STREAM * stream_norm
         if not bool((y - reference.y).norm() <= TOLERANCE * scale):
             return False
@@ -184,9 +190,7 @@ class Gate:
         the same with it on these rows alone; else all are computed. Keys and values are
         recorded in passing, where the step is the same with that.
         """
-        on_rows = partial(
-            mlp_on_rows, self.rows.call.module, positions, len(self.rows.X)
-        )
+        on_rows = partial(mlp_on_rows, self.call.module, positions, len(self.X))
         forward: _Pass | None = None
         failure: Exception | None = None
         for differentiate, around in (
@@ -213,14 +217,14 @@ class Gate:
         if forward is None:
             raise self.changed() if failure is None else self._failed(failure)
         if forward.keys_and_values is not None:
-            self.rows.keys_and_values = forward.keys_and_values
+            self._keys_and_values = forward.keys_and_values
         return forward
 
     def _recorded_pass(self) -> tuple[Tensor, PullBack, tuple[Tensor, ...] | None]:
-        return vjp_with_aux(self.rows.with_keys_and_values, self.rows.X)
+        return vjp_with_aux(self.added_with_context, self.X)
 
     def _plain_pass(self) -> tuple[Tensor, PullBack, tuple[Tensor, ...] | None]:
-        Y, pull_back = vjp(self.rows.of_all, self.rows.X)
+        Y, pull_back = vjp(self.added, self.X)
         return Y, pull_back, None
 
     def _pulled_back(self, forward: _Pass, t: int) -> Reference:
@@ -266,7 +270,7 @@ class Gate:
 
         It is X's where the model computes in that alone.
         """
-        dtypes = frozenset({self.rows.X.dtype})
+        dtypes = frozenset({self.X.dtype})
         if self.recorded:
             dtypes = self.recorded.dtypes - dtypes
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -278,7 +282,7 @@ class Gate:
         difference = (Y - self.step).norm(dim=1)
         eps = torch.finfo(self.own_dtype).eps if self.recorded else 0
         of_step = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
-        stream_norm = self.rows.X.norm(dim=1)
+        stream_norm = self.X.norm(dim=1)
         of_stream = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
         return ~(difference <= of_step + of_stream)
 
@@ -296,7 +300,7 @@ class Gate:
         if self.recorded is None:
             self._refuse(difference, differs)
             return
-        dtype = str(self.rows.X.dtype).removeprefix("torch.")
+        dtype = str(self.X.dtype).removeprefix("torch.")
         own_dtype = str(self.own_dtype).removeprefix("torch.")
         percent = _in_percent(difference, self.step.norm(dim=1), differs)
         self.remarks.add(
@@ -339,7 +343,7 @@ class Gate:
             ).all(0)
         if bool(is_right.all()):
             return
-        is_wrong = torch.zeros(len(self.rows.X), dtype=torch.bool)
+        is_wrong = torch.zeros(len(self.X), dtype=torch.bool)
         is_wrong[list(references)] = ~is_right.cpu()
         raise self._no_derivative(
             f"at {_in_words(is_wrong)} its slope is not the one that autograd gives. "
@@ -348,7 +352,7 @@ class Gate:
 
     def _cause_of_slope(self, forward: _Pass, is_wrong: Bool[Tensor, " n_pos"]) -> str:
         """Say why autograd gives another slope, and what to do."""
-        block = self.rows.call.module
+        block = self.call.module
         if names := backward_hooks_of_user(block):
             return (
                 f"Backward hooks change its gradients ({', '.join(names)}): remove them"
@@ -358,9 +362,7 @@ class Gate:
                 f"It stops or changes gradients (`{forward.stop}`), as the error term "
                 "of an SAE does: let them through, or take away what calls it"
             )
-        masked = self.rows.call.masked_rows() & set(
-            is_wrong.nonzero().flatten().tolist()
-        )
+        masked = self.call.masked_rows() & set(is_wrong.nonzero().flatten().tolist())
         if masked:
             return (
                 "The attention mask hides every key from there, as it does at a pad "
@@ -376,7 +378,7 @@ class Gate:
         Moves that are likely to be asked for together are computed by one call of the
         block.
         """
-        X = self.rows.X
+        X = self.X
         size = X.norm(dim=1, keepdim=True) / math.sqrt(X.shape[1])
         generator = torch.Generator().manual_seed(self.layer + _MOST_LAYERS * direction)
         V = torch.randn(X.shape, generator=generator, dtype=torch.float64)
@@ -421,25 +423,25 @@ class Gate:
         normalises it.
         """
         with_far = streams
-        if self.normalises is None:
-            far = FAR * self.rows.X
+        if self.seems_to_normalise is None:
+            far = FAR * self.X
             with_far = torch.cat([streams, far[None]])
         try:
-            outputs = self.rows.of_each(with_far)
+            outputs = self.added_to_each(with_far)
         except Exception as error:
             # A foreign block may raise anything where it gets several streams.
             if is_out_of_memory(error):
                 raise
             return self._one_by_one(streams)
-        if self.normalises is None:
+        if self.seems_to_normalise is None:
             of_far = outputs[-1] + far
-            self.normalises = stays_small(of_far, self.rows.X)
+            self.seems_to_normalise = stays_small(of_far, self.X)
         return outputs[: len(streams)]
 
     def _one_by_one(
         self, streams: Float[Tensor, "n_streams n_pos d_model"]
     ) -> Float[Tensor, "n_streams n_pos d_model"]:
-        return torch.stack([self.rows.of_all(stream) for stream in streams])
+        return torch.stack([self.added(stream) for stream in streams])
 
     # Refusals
 
@@ -456,7 +458,7 @@ class Gate:
         message = " ".join(str(error).split())[:300]
         raised = f"({type(error).__name__}: {message})"
         try:
-            self.rows.of_all(self.rows.X)
+            self.added(self.X)
         except Exception as of_call:
             if is_out_of_memory(of_call):
                 raise
@@ -471,7 +473,7 @@ class Gate:
 
     def _causes(self) -> str:
         """Say why a block is not the function that was traced."""
-        dropped = self.rows.call.dropped_cache
+        dropped = self.call.dropped_cache
         if dropped is None:
             return _CAUSES
         return (
@@ -481,7 +483,7 @@ class Gate:
 
     def _active_hooks(self) -> str:
         """List the hooks within the block, in a sentence of their own."""
-        names = hooks_of_user(self.rows.call.module)
+        names = hooks_of_user(self.call.module)
         return f". Active hooks: {', '.join(names)}" if names else ""
 
 

@@ -2,29 +2,54 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import BlockCall, BlockError, Context, exact_arithmetic
+from tl_coupling.blocks import (
+    BlockCall,
+    BlockError,
+    Context,
+    RecordedCall,
+    exact_arithmetic,
+)
+from tl_coupling.gradients.remarks import Remarks
 from tl_coupling.gradients.stream_norms import StreamNorms
 
 
 @dataclass(eq=False)
-class BlockRows:
-    """The function `f(X) = block(X) − X` near the stream X that was traced.
+class EvaluatedBlock:
+    """A block as it was traced, and its function `f(X) = block(X) − X`.
 
-    `norm` comes after the block, `stream_norms` are taken away, as `BlockFunction`
-    says. `keys_and_values` are those of the rows of X, once they are known.
+    What a block's derivative is (`differentiated`) and how it is checked (`checked`)
+    are classes on top of this one; `BlockFunction` is all of them.
+
+    Attributes:
+        layer: of the block.
+        call: the block with the arguments of its recorded call.
+        X: the stream that entered it.
+        step: what it added.
+        norm: comes after the block; the final norm of the last one.
+        recorded: the recorded call where the model's dtype is not X's.
+        remarks: of the trace, to which the block's are added.
+        stream_norms: through which the stream passes in a post-norm block. Where they
+            are given, f is what the block's residual branches add before them.
     """
 
+    layer: int
     call: BlockCall
     X: Float[Tensor, "n_pos d_model"]
-    norm: nn.Module | None
-    stream_norms: StreamNorms | None
-    keys_and_values: tuple[Tensor, ...] | None = None
+    step: Float[Tensor, "n_pos d_model"] = field(repr=False)
+    norm: nn.Module | None = None
+    recorded: RecordedCall | None = field(default=None, repr=False)
+    remarks: Remarks = field(default_factory=Remarks, repr=False)
+    stream_norms: StreamNorms | None = field(default=None, repr=False)
+    # Of the rows of X, once they are known: references are made with them in passing.
+    _keys_and_values: tuple[Tensor, ...] | None = field(
+        default=None, init=False, repr=False
+    )
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Return the context in which the block is evaluated and differentiated.
@@ -36,13 +61,13 @@ class BlockRows:
             modules.append(self.norm)
         return exact_arithmetic(self.X.device, modules, self.X.dtype)
 
-    def of_all(
+    def added(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> Float[Tensor, "n_pos d_model"]:
         """Return f(X)."""
         return self._output(lambda: self.call(X)) - X
 
-    def with_keys_and_values(
+    def added_with_context(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> tuple[Float[Tensor, "n_pos d_model"], tuple[Tensor, Tensor]]:
         """Return f(X), and the keys and values of its rows.
@@ -53,14 +78,14 @@ class BlockRows:
         recorded: list[tuple[Tensor, Tensor]] = []
 
         def run() -> Tensor:
-            Y, keys_and_values = self.call.with_keys_and_values(X)
+            Y, keys_and_values = self.call.output_with_context(X)
             recorded.append(keys_and_values)
             return Y
 
         Y = self._output(run) - X
         return Y, recorded[0]
 
-    def of_each(
+    def added_to_each(
         self, streams: Float[Tensor, "n_streams n_pos d_model"]
     ) -> Float[Tensor, "n_streams n_pos d_model"]:
         """Return f of each of several streams, by one call of the block.
@@ -68,9 +93,9 @@ class BlockRows:
         Raises:
             BlockError: the block does not take several.
         """
-        return self._output(lambda: self.call.of_each(streams)) - streams
+        return self._output(lambda: self.call.outputs(streams)) - streams
 
-    def of_one(
+    def added_to_row(
         self, x: Float[Tensor, " d_model"], t2: int, context: tuple[Tensor, ...]
     ) -> Float[Tensor, " d_model"]:
         """Return the row `f(X)[t2]` from the row x there.
@@ -79,17 +104,17 @@ class BlockRows:
         """
         return self._output(lambda: self.call.row(x, t2, context)) - x
 
-    def output_at(
+    def row_output(
         self, X: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
         """Return `x + f(x)` of rows that all stand at the context's place."""
-        return self._output(lambda: self.call.at(X, context))
+        return self._output(lambda: self.call.row_output(X, context))
 
-    def outputs_of_each(
+    def row_outputs(
         self, rows: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
         """Return `x + f(x)` of each of several rows, each alone at the context's place."""
-        return self._output(lambda: self.call.at_each(rows, context))
+        return self._output(lambda: self.call.row_outputs(rows, context))
 
     def _output(
         self, run: Callable[[], Float[Tensor, "*rows d_model"]]
@@ -101,12 +126,12 @@ class BlockRows:
         normalised: Tensor = self.norm(Y.reshape(1, -1, Y.shape[-1]))
         return normalised.reshape(Y.shape)
 
-    def own_keys_and_values(self) -> tuple[Tensor, ...]:
+    def keys_and_values(self) -> tuple[Tensor, ...]:
         """Return keys and values of the rows of X, computed unless they are known."""
-        if self.keys_and_values is None:
+        if self._keys_and_values is None:
             with self.evaluation():
-                self.keys_and_values = self.call.keys_and_values(self.X)
-        return self.keys_and_values
+                self._keys_and_values = self.call.keys_and_values(self.X)
+        return self._keys_and_values
 
 
 @contextmanager

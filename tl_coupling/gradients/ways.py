@@ -14,24 +14,25 @@ than one token: the output row is pulled back once, to its own input and to ever
 keys and values, and each row of those to its input.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import BlockError
+from tl_coupling.blocks import BlockError, is_out_of_memory
 from tl_coupling.gradients.components import (
     Components,
     hooked_components,
     linearised_components,
 )
 from tl_coupling.gradients.evaluation import PullBack, reverse_mode, vjp
+from tl_coupling.gradients.gate import CheckedBlock
 from tl_coupling.gradients.linearisation import Linearisation
-from tl_coupling.gradients.rows import BlockRows
 
 Path = Literal[
     "token_local_linearised",
@@ -49,20 +50,23 @@ Evaluation = Callable[[int | None], Evaluated]
 EvaluatedComponents = tuple[Float[Tensor, " d_model"], Components]
 ComponentsEvaluation = Callable[[int | None], EvaluatedComponents]
 
+Way = TypeVar("Way")
+Result = TypeVar("Result")
+# What a way gave: f(X)[t2], the products with the reference's u, and the result.
+Tried = tuple[Tensor, Sequence[Tensor], Result]
 
-@dataclass(frozen=True, eq=False)
-class Ways:
-    """The ways to evaluate Jacobians of a block.
 
-    `looks_ahead` says of an output row whether later rows act on it (vision, BERT), and
-    `linearisation` what the parts of the block are replaced by.
+@dataclass(eq=False)
+class DifferentiatedBlock(CheckedBlock):
+    """A block with the ways to evaluate its Jacobians.
+
+    The cheapest that agrees with the full sequence is taken. `linearisation` is what
+    the parts of the block are replaced by.
     """
 
-    rows: BlockRows
-    looks_ahead: Callable[[int], bool]
-    linearisation: type[Linearisation] = Linearisation
+    linearisation: ClassVar[type[Linearisation]] = Linearisation
 
-    def to(
+    def ways(
         self, input_positions: Sequence[int], output_position: int
     ) -> Iterator[tuple[Path, Evaluation]]:
         """Yield every way to evaluate `J_{t1 t2}` of these t1 and one t2.
@@ -79,15 +83,93 @@ class Ways:
             yield "query_local", partial(self._query_local, t1s, t2)
         yield "full_sequence", partial(self._full_sequence, t1s, t2)
 
+    def jacobian(
+        self, t1: int, t2: int, chunk_size: int | None = None
+    ) -> tuple[Float[Tensor, "d_model d_model"], Path]:
+        """Return `J_{t1 t2}`, and the way in which it was evaluated."""
+        J, path = self.jacobians([t1], t2, chunk_size)
+        return J[0], path
+
+    def jacobians(
+        self, t1s: Sequence[int], t2: int, chunk_size: int | None = None
+    ) -> tuple[Sequence[Float[Tensor, "d_model d_model"]], Path]:
+        """Return `J_{t1 t2}` for several t1 ≤ t2, or any one t1, and the way to them.
+
+        They cost little more than one.
+        """
+
+        def compute(evaluate: Evaluation) -> Tried[Sequence[Tensor]]:
+            y, jacobians = evaluate(chunk_size)
+            return y, [reference.u @ J for J in jacobians], jacobians
+
+        # Once for all: entering it looks through all modules.
+        with self.evaluation() if self.recorded is None else nullcontext():
+            reference = self.reference(t2)
+            is_later = min(t1s) > t2
+            if is_later and not bool(reference.rows[list(t1s)].any()):
+                # In a causal model no later row moves an earlier one: these products
+                # with J are exact zeros.
+                d_model = len(reference.u)
+                zeros = [reference.u.new_zeros(d_model, d_model) for _ in t1s]
+                return zeros, "full_sequence"
+            return self.cheapest(self.ways(t1s, t2), t1s, t2, compute)
+
+    def cheapest(
+        self,
+        ways: Iterable[tuple[Path, Way]],
+        t1s: Sequence[int],
+        t2: int,
+        compute: Callable[[Way], Tried[Result]],
+        refusal: Callable[[], Exception] | None = None,
+    ) -> tuple[Result, Path]:
+        """Return the result of the first way that agrees with the full sequence.
+
+        A way that the block does not allow (`BlockError`) is skipped; so is one that
+        fails otherwise, with a remark, because a foreign block may raise anything when
+        it is called with our cache.
+
+        Args:
+            ways: by name, the cheapest first, the full sequence last.
+            t1s: the input positions.
+            t2: the output position.
+            compute: gives f(X)[t2], the products `uᵀ J_{t1 t2}` with the reference's u,
+                and the result.
+            refusal: makes the error where no way agrees; by default it says that the
+                block changed.
+
+        Returns:
+            the result, and the name of the way.
+        """
+        with self.evaluation():
+            for path, way in ways:
+                try:
+                    y, products, result = compute(way)
+                except BlockError:
+                    continue
+                except Exception as error:
+                    if path == "full_sequence" or is_out_of_memory(error):
+                        raise
+                    self._remark_on_failure(path, error)
+                    continue
+                if self.agrees(y, products, t1s, t2):
+                    return result, path
+        raise self.changed() if refusal is None else refusal()
+
+    def _remark_on_failure(self, path: Path, error: Exception) -> None:
+        kind = type(error).__name__
+        message = " ".join(str(error).split())[:200]
+        text = f"{path} failed ({kind}: {message}), so a more expensive way was used"
+        self.remarks.add(f"{path}: {kind}", f"layer {self.layer}: {text}")
+
     # As functions of one row
 
     def full_sequence(self, t1: int, t2: int) -> RowFunction:
         """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""
-        X = self.rows.X
+        X = self.X
 
         def function(x: Tensor) -> Tensor:
             replaced = torch.cat([X[:t1], x[None], X[t1 + 1 :]])
-            return self.rows.of_all(replaced)[t2]
+            return self.added(replaced)[t2]
 
         return function
 
@@ -102,22 +184,31 @@ class Ways:
         """
         context = self._context(t2)
         if t1 == t2:
-            return lambda x: self.rows.of_one(x, t2, context)
+            return lambda x: self.added_to_row(x, t2, context)
         input_row = self._rows_in(context, [t1], t2)
 
         def function(x: Tensor) -> Tensor:
-            keys_and_values = self.rows.call.keys_and_values(x[None], t1)
+            keys_and_values = self.call.keys_and_values(x[None], t1)
             replaced = input_row.context_with(*keys_and_values)
-            return self.rows.of_one(self.rows.X[t2], t2, replaced)
+            return self.added_to_row(self.X[t2], t2, replaced)
 
         return function
 
-    def outputs_of_each(
-        self, rows: Float[Tensor, "n_rows d_model"], t2: int
+    def outputs_in_place(
+        self, rows: Float[Tensor, "n_rows d_model"], position: int
     ) -> Float[Tensor, "n_rows d_model"]:
-        """Return `x + f(x)` of each of several rows x in the place of t2's."""
-        context = self.rows.call.context(t2, self._context(t2))
-        return self.rows.outputs_of_each(rows, context)
+        """Return `x + f(x)` of each of several rows x, each in the place of the row at
+        `position`; the other rows are as traced.
+
+        Raises:
+            BlockError: rows meet in something else than keys and values, or the block
+                takes one sequence at a time.
+        """
+        # Its context depends on the reference, which must be made before `evaluation()`.
+        self.reference(position)
+        with self.evaluation():
+            context = self.call.context(position, self._context(position))
+            return self.row_outputs(rows, context)
 
     # As Jacobians
 
@@ -125,10 +216,10 @@ class Ways:
         self, t1s: list[int], t2: int, chunk_size: int | None
     ) -> Evaluated:
         """Evaluate by reverse mode through the block on all rows."""
-        X = self.rows.X
+        X = self.X
 
         def function(X: Tensor) -> Tensor:
-            return self.rows.of_all(X)[t2]
+            return self.added(X)[t2]
 
         def of_rows(
             gradient: Float[Tensor, "n_seeds n_pos d_model"],
@@ -140,7 +231,7 @@ class Ways:
     def _token_local(self, t1: int, t2: int, chunk_size: int | None) -> Evaluated:
         """Evaluate by reverse mode through the block on one row."""
         function = self.token_local(t1, t2)
-        x = self.rows.X[t1]
+        x = self.X[t1]
         return reverse_mode(function, (x,), lambda J: [J], 4, chunk_size)
 
     def _query_local(
@@ -155,13 +246,13 @@ class Ways:
         pull_back = context_rows.pull_back()
 
         def function(x: Tensor, *keys_and_values: Tensor) -> Tensor:
-            return self.rows.of_one(x, t2, context_rows.context_with(*keys_and_values))
+            return self.added_to_row(x, t2, context_rows.context_with(*keys_and_values))
 
         def of_each_input(own: Tensor, *of_context: Tensor) -> Iterator[Tensor]:
             of_rows = pull_back(*of_context)
             return (own if t1 == t2 else next(of_rows) for t1 in t1s)
 
-        inputs = (self.rows.X[t2], *context_rows.keys_and_values())
+        inputs = (self.X[t2], *context_rows.keys_and_values())
         width = max(4, 2 * len(in_context))
         return reverse_mode(function, inputs, of_each_input, width, chunk_size)
 
@@ -170,7 +261,7 @@ class Ways:
 
         Keys and values of other input rows are treated as in `_query_local`.
         """
-        x = self.rows.X[t2]
+        x = self.X[t2]
         keys_and_values = self._context(t2)
         linearised, y = self._linearisation(t2, keys_and_values, chunk_size)
         J: dict[int, Tensor] = {}
@@ -187,22 +278,22 @@ class Ways:
         self, t2: int, keys_and_values: tuple[Tensor, ...], chunk_size: int | None
     ) -> tuple[Linearisation, Float[Tensor, " d_model"]]:
         """Return the block as parts with Jacobians, and its output at t2."""
-        block = self.rows.call.module
-        context = self.rows.call.context(t2, keys_and_values)
+        block = self.call.module
+        context = self.call.context(t2, keys_and_values)
         # A bridge's block wraps the original one, whose parts are called.
         parts = list((getattr(block, "original_component", None) or block).children())
-        if self.rows.norm is not None:
-            parts.append(self.rows.norm)
+        if self.norm is not None:
+            parts.append(self.norm)
 
         def run(X: Tensor) -> Tensor:
-            return self.rows.output_at(X, context)
+            return self.row_output(X, context)
 
-        x = self.rows.X[t2]
+        x = self.X[t2]
         return self.linearisation.at(x, run, parts, context, chunk_size)
 
     # As components
 
-    def components(self, t: int) -> Iterator[tuple[Path, ComponentsEvaluation]]:
+    def ways_to_components(self, t: int) -> Iterator[tuple[Path, ComponentsEvaluation]]:
         """Yield every way to the components of `J_{tt}`, the cheapest first."""
         yield "token_local_linearised", partial(self._linearised_components, t)
         yield "token_local", partial(self._token_local_components, t)
@@ -213,17 +304,17 @@ class Ways:
     ) -> EvaluatedComponents:
         """Evaluate from the Jacobians of the block's parts."""
         linearised, y = self._linearisation(t, self._context(t), chunk_size)
-        block = self.rows.call.module
+        block = self.call.module
         components = linearised_components(linearised, y, block, chunk_size)
-        return y - self.rows.X[t], components
+        return y - self.X[t], components
 
     def _token_local_components(
         self, t: int, chunk_size: int | None
     ) -> EvaluatedComponents:
         """Evaluate by reverse mode through hook points, on one row."""
         function = self.token_local(t, t)
-        x = self.rows.X[t]
-        block = self.rows.call.module
+        x = self.X[t]
+        block = self.call.module
         return function(x), hooked_components(function, x, block, 0, chunk_size)
 
     def _full_sequence_components(
@@ -231,18 +322,22 @@ class Ways:
     ) -> EvaluatedComponents:
         """Evaluate by reverse mode through hook points, on all rows."""
         function = self.full_sequence(t, t)
-        x = self.rows.X[t]
-        block = self.rows.call.module
+        x = self.X[t]
+        block = self.call.module
         return function(x), hooked_components(function, x, block, t, chunk_size)
+
+    def _looks_ahead(self, t2: int) -> bool:
+        """Say whether later rows act on this one (vision, BERT)."""
+        return bool(self.reference(t2).rows[t2 + 1 :].any())
 
     def _context(self, t2: int) -> tuple[Tensor, ...]:
         """Return keys and values of the rows that act on t2, without its own.
 
         Those are the rows before, or all others.
         """
-        dim = self.rows.call.position_dim
-        of_all_rows = self.rows.own_keys_and_values()
-        if self.looks_ahead(t2):
+        dim = self.call.position_dim
+        of_all_rows = self.keys_and_values()
+        if self._looks_ahead(t2):
             return tuple(_without(rows, t2, dim) for rows in of_all_rows)
         return tuple(rows.narrow(dim, 0, t2) for rows in of_all_rows)
 
@@ -250,12 +345,12 @@ class Ways:
         self, context: tuple[Tensor, ...], t1s: list[int], t2: int
     ) -> "_ContextRows":
         """Return these rows of t2's context."""
-        if max(t1s, default=0) > t2 and not self.looks_ahead(t2):
+        if max(t1s, default=0) > t2 and not self._looks_ahead(t2):
             raise BlockError("a later row is not in the context")
         # The output row itself is not in its context.
         places = [t1 - (t1 > t2) for t1 in t1s]
-        index = torch.tensor(places, dtype=torch.long, device=self.rows.X.device)
-        return _ContextRows(self.rows, t1s, context, index)
+        index = torch.tensor(places, dtype=torch.long, device=self.X.device)
+        return _ContextRows(self, t1s, context, index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,19 +361,19 @@ class _ContextRows:
     stand in it.
     """
 
-    rows: BlockRows
+    block: CheckedBlock
     positions: list[int]
     context: tuple[Tensor, ...]
     index: Tensor
 
     def keys_and_values(self) -> tuple[Tensor, ...]:
         """Return the keys and values of these rows."""
-        dim = self.rows.call.position_dim
+        dim = self.block.call.position_dim
         return tuple(tensor.index_select(dim, self.index) for tensor in self.context)
 
     def context_with(self, *keys_and_values: Tensor) -> tuple[Tensor, ...]:
         """Return the context with other keys and values in these rows' place."""
-        dim = self.rows.call.position_dim
+        dim = self.block.call.position_dim
         return tuple(
             tensor.index_copy(dim, self.index, replacement)
             for tensor, replacement in zip(self.context, keys_and_values, strict=True)
@@ -291,7 +386,7 @@ class _ContextRows:
         """
         # The seeds stand in front: a position axis counted from the front moves up by
         # one.
-        axis = self.rows.call.position_dim
+        axis = self.block.call.position_dim
         if axis >= 0:
             axis += 1
         pull_backs = [self._pull_back_of(t1) for t1 in self.positions]
@@ -309,9 +404,9 @@ class _ContextRows:
         """Return the pull-back from the keys and values of one row to that row."""
 
         def keys_and_values(x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.rows.call.keys_and_values(x[None], t1)
+            return self.block.call.keys_and_values(x[None], t1)
 
-        pull_back: PullBack = vjp(keys_and_values, self.rows.X[t1])[1]
+        pull_back: PullBack = vjp(keys_and_values, self.block.X[t1])[1]
         return pull_back
 
 

@@ -41,7 +41,6 @@ from tl_coupling.jacobians.parts import (
 from tl_coupling.jacobians.plan import Plan, plan
 from tl_coupling.jacobians.products import block_jvp, block_vjp
 from tl_coupling.jacobians.sizes import MemoryLimit
-from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 
 __all__ = [
     "BlockDirections",

@@ -12,7 +12,7 @@ from tl_coupling.jacobians.memory import fits_in_memory
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.traces import Trace
 
-# What `jacobians_of_output` gives: matrices, and the way to them.
+# What `BlockFunction.jacobians` gives: matrices, and the way to them.
 Matrices = tuple[Sequence[Tensor], Path]
 # Layer, t1 and t2.
 _Ends = tuple[int, int, int]

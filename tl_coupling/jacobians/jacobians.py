@@ -17,7 +17,6 @@ from tl_coupling.jacobians.connections import (
     connected,
 )
 from tl_coupling.jacobians.jacobian_cache import cache_key, cache_of
-from tl_coupling.jacobians.ways import jacobian_and_path, jacobians_of_output
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.traces import Trace
 
@@ -78,7 +77,7 @@ def block_jacobian(
         tensor(False)
     """
     block, t1, t2 = connected(trace, layer, position, input_position, output_position)
-    J, _ = jacobian_and_path(measured(block, function), t1, t2, chunk_size)
+    J, _ = measured(block, function).jacobian(t1, t2, chunk_size)
     return J
 
 
@@ -192,11 +191,7 @@ def _in_groups(
             for key, group in zip(keys, groups, strict=True):
                 inputs = [connection.input_position for connection in group]
                 compute = partial(
-                    jacobians_of_output,
-                    block,
-                    inputs,
-                    group[0].output_position,
-                    chunk_size,
+                    block.jacobians, inputs, group[0].output_position, chunk_size
                 )
                 if cache is None:
                     matrices, path = compute()
@@ -213,5 +208,5 @@ def measured(block: BlockFunction, function: AnyFunction) -> BlockFunction:
     if function == "branches":
         return block.branches()
     if function == "frozen":
-        return FrozenFunction.of(block.branches())
+        return FrozenFunction.from_block(block.branches())
     return block

@@ -15,10 +15,10 @@ from tl_coupling.gradients import (
     Components,
     ComponentsEvaluation,
     Path,
+    Tried,
 )
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import measured
-from tl_coupling.jacobians.ways import Tried, cheapest
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
 
@@ -154,7 +154,6 @@ def components_and_path(
     Raises:
         ValueError: the block's attention and MLP cannot be told apart.
     """
-    block.refer_to([position])
     expected = block.reference(position)
 
     def compute(evaluate: ComponentsEvaluation) -> Tried[Components]:
@@ -163,7 +162,7 @@ def components_and_path(
 
     ways = block.ways_to_components(position)
     refusal = partial(_refusal, block, position)
-    return cheapest(block, ways, [position], position, compute, refusal)
+    return block.cheapest(ways, [position], position, compute, refusal)
 
 
 def _refusal(block: BlockFunction, position: int) -> ValueError:

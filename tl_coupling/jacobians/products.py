@@ -10,9 +10,15 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import is_out_of_memory
-from tl_coupling.gradients import BlockFunction, Path, RowFunction, reverse_mode, vjp
+from tl_coupling.gradients import (
+    BlockFunction,
+    Path,
+    RowFunction,
+    Tried,
+    reverse_mode,
+    vjp,
+)
 from tl_coupling.jacobians.connections import connected
-from tl_coupling.jacobians.ways import Tried, cheapest
 from tl_coupling.traces import Trace
 
 PullBack = Callable[[Tensor], tuple[Tensor, ...]]
@@ -147,5 +153,5 @@ def _differentiated(
         ("token_local", partial(block.token_local, t1, t2)),
         ("full_sequence", partial(block.full_sequence, t1, t2)),
     ]
-    (function, pull_back), _ = cheapest(block, ways, [t1], t2, compute)
+    (function, pull_back), _ = block.cheapest(ways, [t1], t2, compute)
     return _Differentiated(block, x, v, function, pull_back)
