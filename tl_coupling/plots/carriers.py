@@ -21,6 +21,7 @@ _NAMES = {
     "mlp∘attn": "MLP of attention",
     "skip": "skip connection",
 }
+# More names of heads, pairs or layers than these would touch each other.
 _MOST_HEADS = 24
 _MOST_NAMED = 5
 _MOST_LAYER_TICKS = 10
@@ -56,8 +57,9 @@ def plot_carriers(
         if ax is not None:
             raise ValueError("two results have a figure of their own: leave `ax` out")
         shown["untrained"] = untrained
-    excess = {role: _of_heads(of_role) for role, of_role in shown.items()}
+    excess = {role: _excess_by_head(role_result) for role, role_result in shown.items()}
     finite = torch.cat([values[values.isfinite()] for values in excess.values()])
+    # A scale of no width cannot be drawn: excesses may all be 0, or undefined.
     largest = 1e-12
     if len(finite):
         largest = max(largest, float(finite.abs().max()))
@@ -65,8 +67,9 @@ def plot_carriers(
     if ax is None:
         figure = labels.new_figure(6.4 + 4.8 * (len(shown) - 1), 6.4)
         axes = figure.subplots(1, len(shown), squeeze=False)[0].tolist()
+    # Symmetric about 0, so that white means neither more nor less than the share of J.
     colors = labels.color_map("RdBu_r").with_extremes(bad=labels.UNDEFINED)
-    for drawn, (role, of_role) in zip(axes, shown.items(), strict=True):
+    for drawn, (role, role_result) in zip(axes, shown.items(), strict=True):
         image = drawn.imshow(
             excess[role].cpu().numpy(),
             vmin=-largest,
@@ -74,11 +77,11 @@ def plot_carriers(
             cmap=colors,
             aspect="auto",
         )
-        names = [label.removeprefix("H") for label in _head_labels(of_role)]
+        names = [label.removeprefix("H") for label in _head_labels(role_result)]
         labels.name_ticks(drawn.xaxis, names, _MOST_HEADS)
-        labels.name_ticks(drawn.yaxis, of_role.row_layers, labels.MAX_LAYER_TICKS)
+        labels.name_ticks(drawn.yaxis, role_result.row_layers, labels.MAX_LAYER_TICKS)
         drawn.set(xlabel="head", ylabel="layer")
-        labels.entitle(drawn, _heading(of_role) if untrained is None else role)
+        labels.entitle(drawn, _heading(role_result) if untrained is None else role)
     figure = axes[0].figure
     if untrained is not None:
         labels.entitle(figure, _heading(result))
@@ -108,22 +111,24 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
         ['attention', '_attention, of J']
     """
     merged = result.by_branch()
-    of_diagonal = merged.by_layer("diagonal_share").cpu().numpy()
-    of_jacobian = merged.by_layer("jacobian_share").cpu().numpy()
+    diagonal_shares = merged.by_layer("diagonal_share").cpu().numpy()
+    jacobian_shares = merged.by_layer("jacobian_share").cpu().numpy()
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
     for place, label in enumerate(merged.labels):
         name = _NAMES[label]
         look: dict[str, Any] = {"color": _COLORS[label], "markersize": 3}
         ax.plot(
-            result.row_layers, of_diagonal[:, place], marker="o", label=name, **look
+            result.row_layers, diagonal_shares[:, place], marker="o", label=name, **look
         )
         dashed = labels.NULL_LINE | {"color": _COLORS[label]}
         ax.plot(
             result.row_layers,
-            of_jacobian[:, place],
+            jacobian_shares[:, place],
             label=f"_{name}, of J",
             **dashed,
         )
+    # One grey entry of the legend stands for the dashed lines of all branches, whose
+    # own names begin with an underscore and stay out of it.
     ax.plot([], [], label="share of J", **labels.NULL_LINE)
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     ax.set(xlabel="layer", ylabel="share of the diagonal of A, or of J")
@@ -158,25 +163,28 @@ def plot_head_coupling(
     Example:
         >>> fig = tlc.plots.plot_head_coupling(tlc.comparisons.head_coupling(trace, k=4))
     """
-    by_name = labels.named(results, HeadCoupling)
-    if any(len(set(result.layers)) < 2 for result in by_name.values()):
+    results_by_name = labels.named(results, HeadCoupling)
+    if any(len(set(result.layers)) < 2 for result in results_by_name.values()):
         raise ValueError("pairs of heads of different layers need two layers")
-    fig = fig or labels.new_figure(4.6 * (len(by_name) + 1) + 0.6, 4.6)
-    *maps, shares = fig.subplots(1, len(by_name) + 1)
-    largest = {name: result.by_layer().numpy() for name, result in by_name.items()}
+    fig = fig or labels.new_figure(4.6 * (len(results_by_name) + 1) + 0.6, 4.6)
+    *maps, shares = fig.subplots(1, len(results_by_name) + 1)
+    largest = {
+        name: result.by_layer().numpy() for name, result in results_by_name.items()
+    }
     most = max(float(np.nanmax(values)) for values in largest.values())
     colors = labels.color_map(None).with_extremes(bad=labels.UNDEFINED)
-    for ax, (name, result) in zip(maps, by_name.items(), strict=True):
+    for ax, (name, result) in zip(maps, results_by_name.items(), strict=True):
         image = ax.imshow(largest[name], vmin=0, vmax=most, cmap=colors)
+        # `layers` names the layer of every head: each once here, in their order.
         layers = list(dict.fromkeys(result.layers))
         labels.name_ticks(ax.xaxis, layers, _MOST_LAYER_TICKS)
         labels.name_ticks(ax.yaxis, layers, _MOST_LAYER_TICKS)
         ax.set_xlabel("whose singular vectors (layer)")
         labels.entitle(ax, name)
     maps[0].set_ylabel("whose Jacobian (layer)")
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         _draw_shares(shares, result.of_different_layers, color=color, label=name)
-    first = next(iter(by_name.values()))
+    first = next(iter(results_by_name.values()))
     random = first.null_coupling.flatten()
     _draw_shares(shares, random, label="random axes", **labels.NULL_LINE)
     named = "\n".join(
@@ -192,6 +200,7 @@ def plot_head_coupling(
         va="top",
         fontsize="x-small",
     )
+    # Few pairs couple strongly: on a linear axis their share would not be seen.
     shares.set_yscale("log")
     shares.set(
         xlabel="coupling", ylabel="share of pairs of heads above", xlim=(0, None)
@@ -200,8 +209,8 @@ def plot_head_coupling(
     fig.colorbar(
         image, ax=list(maps), label="largest coupling of two heads", shrink=0.7
     )
-    provenances = [result.provenance for result in by_name.values()]
-    positions = [result.position for result in by_name.values()]
+    provenances = [result.provenance for result in results_by_name.values()]
+    positions = [result.position for result in results_by_name.values()]
     title = f"Heads of different layers · k = {first.k}"
     labels.entitle(fig, labels.heading(title, provenances, positions))
     return fig
@@ -210,6 +219,7 @@ def plot_head_coupling(
 def _draw_shares(ax: Axes, values: torch.Tensor, **look: Any) -> None:
     """Draw the share of the values that lie above each of them."""
     ascending = np.sort(values[values.isfinite()].numpy())
+    # The empirical survival function: all values lie at or above the least.
     above = 1 - np.arange(len(ascending)) / len(ascending)
     ax.plot(ascending, above, **look)
 
@@ -221,7 +231,7 @@ def _head_labels(result: Carriers) -> list[str]:
     return names
 
 
-def _of_heads(result: Carriers) -> torch.Tensor:
+def _excess_by_head(result: Carriers) -> torch.Tensor:
     places = [result.labels.index(label) for label in _head_labels(result)]
     return result.by_layer()[:, places]
 

@@ -8,6 +8,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.comparisons import Comparison
 from tl_coupling.plots import labels
 
+# Width of a panel in inches.
 _PANEL = 3.6
 
 
@@ -34,19 +35,23 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
     difference = np.where(is_own, np.nan, comparison.differences.numpy())
     nulls = comparison.nulls.tolist()
     label = labels.measure_label(comparison.measure, comparison.k)
+    # Both maps and their nulls share one scale; `initial` keeps it open where all is
+    # undefined.
     top = np.nanmax([*values[0].ravel(), *values[1].ravel(), *nulls], initial=1e-9)
     for ax, side, name in zip(axes, values, comparison.names, strict=False):
         image = ax.imshow(side, vmin=0, vmax=top)
         labels.entitle(ax, labels.short_path(name))
     bar = fig.colorbar(image, ax=list(axes[:2]), label=label).ax
+    # Two maps with different nulls have no mark: it would be true of one of them only.
     null = labels.one_null(nulls)
     if null is not None:
         labels.mark_and_name_null(bar, null)
     largest = np.nanmax(np.abs(difference), initial=1e-9)
     image = axes[2].imshow(difference, cmap="RdBu_r", vmin=-largest, vmax=largest)
     rows, columns = np.nonzero(comparison.differing().numpy())
+    # `nonzero` gives rows first; in the picture these are y.
     axes[2].scatter(columns, rows, s=4, color="black", linewidths=0)
-    labels.entitle(axes[2], _in_words(comparison))
+    labels.entitle(axes[2], _format_difference(comparison))
     fig.colorbar(image, ax=axes[2], label="second − first")
     for ax in axes:
         _name_layers(ax, comparison)
@@ -54,7 +59,7 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
     return fig
 
 
-def _in_words(comparison: Comparison) -> str:
+def _format_difference(comparison: Comparison) -> str:
     """Return the difference in the mean, with its interval."""
     low, high = comparison.interval
     text = f"difference {comparison.mean_difference:+.3f}"

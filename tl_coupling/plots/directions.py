@@ -8,6 +8,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.directions import Ablation, Steering, Subspace
 from tl_coupling.plots import labels
 
+# The directions of interest are red in all pictures; controls have the other colours.
 _COLORS = {
     "direction": "C3",
     "shared": "C3",
@@ -60,6 +61,8 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
     own = table[table["kind"] == "direction"]
     dashed = labels.NULL_LINE | {"color": _COLORS["direction"]}
     ax.plot(own["scale"], own["predicted_kl"], label="predicted", **dashed)
+    # Where the logarithmic axis ends, a little below the smallest mean. An end of an
+    # interval at or below 0 has no logarithm and is put there.
     smallest = float(table["kl"].clip(lower=1e-12).min()) / 3
     ax.fill_between(
         own["scale"],
@@ -69,10 +72,10 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         alpha=0.15,
         linewidth=0,
     )
-    for kind, of_kind in table.groupby("kind", sort=False):
+    for kind, kind_rows in table.groupby("kind", sort=False):
         ax.plot(
-            of_kind["scale"],
-            of_kind["kl"],
+            kind_rows["scale"],
+            kind_rows["kl"],
             marker="o",
             markersize=3,
             color=_COLORS[str(kind)],
@@ -81,6 +84,7 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
     ax.set(xscale="log", yscale="log")
     ax.set_ylim(bottom=smallest)
     ax.set_xticks(result.scales, [f"{scale:g}" for scale in result.scales])
+    # Minor ticks of a logarithmic axis would name scales that were not measured.
     ax.xaxis.set_minor_locator(NullLocator())
     ax.set(
         xlabel="ε, move of the stream as a share of its length",
@@ -118,10 +122,12 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
     table = result.to_dataframe()
     ax = ax or labels.new_figure(6.8, 0.8 + 0.42 * len(table)).subplots()
     kinds = np.array(result.kinds)
-    of_draws = result.loss_change.double().cpu().numpy().mean(1)
+    # Rows are draws of every kind, columns prompts.
+    draw_means = result.loss_change.double().cpu().numpy().mean(1)
     for row, line in enumerate(table.to_dict("records")):
         kind = str(line["kind"])
-        drawn = of_draws[kinds == kind]
+        drawn = draw_means[kinds == kind]
+        # The subspace itself is no draw: a single dot would lie under its own mean.
         if len(drawn) > 1:
             ax.plot(drawn, np.full(len(drawn), row), "o", color="0.75", markersize=3)
         ax.plot(
@@ -140,6 +146,7 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
         )
     ax.axvline(0, color="0.8", linewidth=0.8, zorder=0)
     ax.set_yticks(range(len(table)), [_NAMES[kind] for kind in table["kind"]])
+    # The first row of the table stands on top.
     ax.invert_yaxis()
     ax.set(xlabel="change in loss (nats per token)")
     what = f"Removed from what blocks {result.side} · rank {result.rank}"
@@ -171,6 +178,7 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
     """
     ax = ax or labels.new_figure(6.4, 4.4).subplots()
     places = np.arange(1, result.rank + 1)
+    # The band is of both sides and all draws together: random frames know no side.
     null = result.null_eigenvalues.flatten(0, 1).cpu().numpy()
     ax.fill_between(
         places, null.min(0), null.max(0), color="0.75", linewidth=0, label="random"

@@ -12,6 +12,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
 from tl_coupling.plots import labels
 
+# More planes side by side would be too small to tell the block from the grey dots.
 _MOST_PLANES = 4
 
 
@@ -37,10 +38,10 @@ def plot_products(
     Example:
         >>> fig = tlc.plots.plot_products(tlc.dynamics.products(trace))
     """
-    by_name = labels.named(results, Products)
+    results_by_name = labels.named(results, Products)
     fig = fig or labels.new_figure(8.4, 4.6)
     largest, ratio = fig.subplots(1, 2)
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         low, high = result.null_band.unbind(-1)
         null_ratio = result.null_participation_ratio.mean(0)
         largest.plot(result.layers, result.log_largest, color=color, label=name)
@@ -71,7 +72,7 @@ def plot_products(
     labels.plain_legend(
         fig, handles, names, loc="outside lower center", ncols=2, fontsize="small"
     )
-    labels.entitle(fig, _heading("Products of blocks", by_name))
+    labels.entitle(fig, _heading("Products of blocks", results_by_name))
     return fig
 
 
@@ -92,6 +93,8 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     fig = fig or labels.new_figure(8.4, 3.8)
     panels = fig.subplots(1, 2)
     gain = result.alignment_gain.numpy()
+    # Centred on 0: white is what blocks turned at random would amplify. Runs that do
+    # not exist (NaN) do not count.
     most = float(np.nanmax(np.abs(gain)))
     images: list[tuple[np.ndarray, str, dict[str, Any]]] = [
         (result.log_largest.numpy(), "log σ₁", {"cmap": "viridis"}),
@@ -137,8 +140,8 @@ def plot_eigenvalues(
     Example:
         >>> fig = tlc.plots.plot_eigenvalues(tlc.dynamics.eigenvalues(trace))
     """
-    by_name = labels.named(results, Eigenvalues)
-    first = next(iter(by_name.values()))
+    results_by_name = labels.named(results, Eigenvalues)
+    first = next(iter(results_by_name.values()))
     chosen = _planes(first, layers)
     n_planes = len(chosen)
     fig = fig or labels.new_figure(2.3 * n_planes + 3.4, 3.2)
@@ -149,7 +152,7 @@ def plot_eigenvalues(
         _draw_plane(ax, first, layer)
     planes[0].set_ylabel("imaginary part")
     labels.plain_legend(planes[0], **labels.ABOVE | {"bbox_to_anchor": (0, 1.08)})
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         departures.plot(result.layers, result.henrici, color=color, label=name)
         departures.plot(
             result.layers,
@@ -161,7 +164,7 @@ def plot_eigenvalues(
     departures.set(xlabel="layer", ylabel="departure from normality", ylim=(0, 1))
     departures.xaxis.set_major_locator(MaxNLocator(integer=True))
     labels.plain_legend(departures, loc="lower right", fontsize="small")
-    labels.entitle(fig, _heading("Eigenvalues of blocks", by_name))
+    labels.entitle(fig, _heading("Eigenvalues of blocks", results_by_name))
     return fig
 
 
@@ -171,6 +174,7 @@ def _planes(result: Eigenvalues, layers: Sequence[int] | None) -> list[int]:
         places = (
             np.linspace(0, len(result.layers) - 1, _MOST_PLANES).round().astype(int)
         )
+        # In a model of few layers, evenly spaced places coincide.
         return [result.layers[place] for place in dict.fromkeys(places.tolist())]
     missing = [layer for layer in layers if layer not in result.layers]
     if missing or not 1 <= len(layers) <= _MOST_PLANES:
@@ -184,6 +188,7 @@ def _planes(result: Eigenvalues, layers: Sequence[int] | None) -> list[int]:
 def _draw_plane(ax: Axes, result: Eigenvalues, layer: int) -> None:
     row = result.layers.index(layer)
     dots: dict[str, Any] = {"s": 5, "linewidth": 0}
+    # The random matrix first, so that the block's eigenvalues lie on top.
     for values, color, name in (
         (result.null_values[row], "0.7", "same singular values"),
         (result.values[row], "C0", "block"),
@@ -191,11 +196,12 @@ def _draw_plane(ax: Axes, result: Eigenvalues, layer: int) -> None:
         ax.scatter(values.real, values.imag, color=color, label=name, **dots)
     ax.set_title(f"layer {layer}", fontsize="medium")
     ax.set_xlabel("real part")
+    # A circle of eigenvalues must look like one.
     ax.set_aspect("equal", adjustable="datalim")
 
 
-def _heading(what: str, by_name: Mapping[str, Products | Eigenvalues]) -> str:
+def _heading(what: str, results_by_name: Mapping[str, Products | Eigenvalues]) -> str:
     """Return the title of a picture of several results."""
-    provenances = [result.provenance for result in by_name.values()]
-    positions = [result.position for result in by_name.values()]
+    provenances = [result.provenance for result in results_by_name.values()]
+    positions = [result.position for result in results_by_name.values()]
     return labels.heading(what, provenances, positions)

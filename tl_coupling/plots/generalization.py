@@ -17,9 +17,11 @@ from tl_coupling.plots.point_names import name_points
 if TYPE_CHECKING:
     import pandas
 
+# One for each checkpoint, in turn.
 _MARKERS = "osD^v"
 # With more a legend is not read any more.
 _MAX_NAMED = 10
+# What tells a table of `task_means` from another one.
 _COLUMNS_OF_TASK_MEANS = {
     "model",
     "checkpoint",
@@ -73,24 +75,25 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     bootstrap = result.association.bootstrap
     x = result.table[result.measure].to_numpy(float)
     y = result.table[result.score].to_numpy(float)
-    across = bootstrap.band_x
+    band_x = bootstrap.band_x
     if bootstrap.too_few:
         label = "linear fit, too few for a band"
     else:
         label = "linear fit, bootstrap band"
         low = bootstrap.band_low
         high = bootstrap.band_high
-        ax.fill_between(across, low, high, color="0.5", alpha=0.15, linewidth=0)
-    ax.plot(across, line.predict(across), label=label, color="0.3")
+        ax.fill_between(band_x, low, high, color="0.5", alpha=0.15, linewidth=0)
+    ax.plot(band_x, line.predict(band_x), label=label, color="0.3")
     if result.exponential is not None:
         fit = result.exponential
         label = f"exponential fit $a\\,e^{{bx}}$, R² = {fit.r_squared:.2f}"
-        ax.plot(across, fit.predict(across), linestyle=":", label=label, color="0.3")
+        ax.plot(band_x, fit.predict(band_x), linestyle=":", label=label, color="0.3")
     sizes = sizes_of(result.table)
     _draw_models(ax, x, y, result.table, sizes)
     # Bands of few models are wide: the points decide what is shown.
     room = 0.15 * np.ptp(y)
     ax.set_ylim(y.min() - room, y.max() + room)
+    # After the models: it sets the limits of the x-axis around them.
     _draw_nulls(ax, x, result.table.get("null", []))
     ax.set_xlabel(f"mean {labels.measure_label(result.measure, result.k)}")
     y_label = "loss (nats per token)" if result.score == "loss" else result.score
@@ -118,6 +121,7 @@ def _draw_models(
     """Draw a point for each model, of the look of its size."""
     edge: dict[str, Any] = {
         "linestyle": "",
+        # Points that overlap are told apart by their edges.
         "markeredgecolor": "white",
         "markersize": 6,
     }
@@ -138,6 +142,7 @@ def _draw_nulls(ax: Axes, x: Float[np.ndarray, " n_points"], nulls: Any) -> None
     One null is a line, different ones are a mark each. Where they lie further away than
     the points spread, they are named at the edge.
     """
+    # A single model spans nothing.
     span = float(np.nanmax(x) - np.nanmin(x)) or 0.1
     left = float(np.nanmin(x)) - 0.2 * span
     right = float(np.nanmax(x)) + 0.2 * span
@@ -206,9 +211,10 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
         for fit in slopes.itertuples()
     ]
     ax.set_yticks(places, rows, fontsize="small", parse_math=False)
+    # All models, the first row, stand on top.
     ax.invert_yaxis()
     per_unit = f"per unit of {labels.measure_label(result.measure, result.k)}"
-    ax.set_xlabel(f"slope, {labels.beside_formulas(result.score)} {per_unit}")
+    ax.set_xlabel(f"slope, {labels.escape_dollars(result.score)} {per_unit}")
     # The names of rows leave half of the figure to the Axes.
     variables, samples = _heading(result).split(" · ", 1)
     level = result.association.linear.level
@@ -219,15 +225,20 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
 def _what_a_slope_rests_on(fit: Any, result: Generalization) -> str:  # a row of pandas
     """Write the second line of a row of the forest plot."""
     bootstrap = result.association.bootstrap
+    # The row corrected for attenuation rests on the reliability of the means, not on a
+    # fit of its own.
     if fit.Index == "all models, corrected" and result.attenuation is not None:
         reliability = result.attenuation.reliability
         n_prompts = bootstrap.n_prompts
         return f"for the noise of {n_prompts} prompts, reliability {reliability:.2f}"
+    # The row of the bootstrap has an interval and no p.
     if np.isnan(fit.p):
         resampled = f"{bootstrap.n_families} families"
         if bootstrap.n_families is None:
             resampled = f"{bootstrap.n_models} models"
         return f"over {resampled}, {bootstrap.n_prompts} prompts"
+    # With covariates the R² is that of coupling beside them, and a variance inflation
+    # factor (VIF) says how far they explain it.
     statistics = _statistics(fit)
     if np.isnan(fit.vif):
         return statistics
@@ -327,14 +338,17 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         ax.plot(rows["mean"], places, markersize=5, label=label, **look)
         if looks.sizes is not None and looks.names_models:
             _name_run(ax, rows.iloc[-1], places[-1], looks)
+    # Intervals are wider than the means are apart: they decide how wide the axis is.
     known = table[["mean", "low", "high"]].to_numpy(float)
     _draw_nulls(ax, known.ravel(), table["null"])
     for row in range(1, len(tasks)):
         ax.axhline(row - 0.5, color="0.9", linewidth=0.8, zorder=0)
+    # Models may lack some of a task's prompts.
     n_prompts = table.groupby("task")["n_prompts"].max()
     names = [f"{task} (n = {n_prompts[task]})" for task in tasks]
     ax.set_yticks(range(len(tasks)), names, parse_math=False)
     measure = labels.measure_label(table.attrs["measure"], table.attrs["k"])
+    # Upside down: the first task stands on top.
     ax.set(ylim=(len(tasks) - 0.5, -0.5), xlabel=f"mean {measure}")
     title = "Coupling by task, mean and 95% interval over prompts"
     labels.entitle(ax, f"{title}\n{table.attrs['pairs']}")
@@ -355,6 +369,7 @@ def _name_run(ax: Axes, row: "pandas.Series", place: float, looks: "_Looks") -> 
     name = labels.short_path(str(row["model"])).rsplit("/", 1)[-1]
     if len(looks.checkpoints) > 1:
         name += f" {row['checkpoint']}"
+    # The interval of a single prompt is NaN: the name then stands beside the mean.
     end = np.nanmax([row["mean"], row["high"]])
     words: dict[str, Any] = {
         "xytext": (6, 0),
@@ -393,14 +408,16 @@ class _Looks(NamedTuple):
             first = rows.iloc[0]
             look = self.sizes.look(int(first["d_model"]), int(first["n_layers"]))
         else:
-            look = self._of_checkpoint(checkpoint)
+            look = self._checkpoint_look(checkpoint)
+            # With too many models to name, all have one colour, which the legend
+            # explains.
             index = self.models.index(model) if self.names_models else 0
             look["color"] = f"C{index}"
         is_untrained = checkpoint == "untrained"
         look["markerfacecolor"] = "white" if is_untrained else look["color"]
         return look | {"linestyle": ""}
 
-    def _of_checkpoint(self, checkpoint: object) -> dict[str, Any]:
+    def _checkpoint_look(self, checkpoint: object) -> dict[str, Any]:
         index = self.checkpoints.index(checkpoint)
         return {"color": "0.3", "marker": _MARKERS[index % len(_MARKERS)]}
 
@@ -417,9 +434,11 @@ class _Looks(NamedTuple):
         if self.sizes is None:
             named = self.checkpoints
         else:
+            # Markers are taken by depths: of the checkpoints only open marks are
+            # explained.
             named = [each for each in self.checkpoints if each == "untrained"]
         for checkpoint in named:
-            look = self._of_checkpoint(checkpoint)
+            look = self._checkpoint_look(checkpoint)
             if self.sizes is not None:
                 look["marker"] = "o"
             face = "white" if checkpoint == "untrained" else look["color"]

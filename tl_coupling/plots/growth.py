@@ -58,21 +58,23 @@ def plot_shapes(
     Example:
         >>> fig = tlc.plots.plot_shapes({"width 16": sweep})
     """
-    by, name, steps = _sweeps(data, checkpoints, "line_shape_score_all_tokens")
-    first = by[name]
+    sweeps, name, steps = _sweeps(data, checkpoints, "line_shape_score_all_tokens")
+    first = sweeps[name]
     window, n_layers = int(first.attrs["window"]), first.sizes["layer"]
     fig = fig or labels.new_figure(7.4, 4.0)
     left, right = fig.subplots(1, 2)
-    for number, (one, sweep) in enumerate(by.items()):
-        label = one if len(by) > 1 else "mean over tokens"
+    for number, (sweep_name, sweep) in enumerate(sweeps.items()):
+        label = sweep_name if len(sweeps) > 1 else "mean over tokens"
         draw_line(left, sweep["line_shape_score_all_tokens"], f"C{number}", label)
-    depths = {sweep.sizes["layer"] for sweep in by.values()}
+    # Random steps score √(number of steps): models of different depths have a line
+    # each.
+    depths = {sweep.sizes["layer"] for sweep in sweeps.values()}
     left.set_ylabel(
         f"line-shape score, {n_layers} steps"
         if len(depths) == 1
         else "line-shape score"
     )
-    step_axis(left, by.values())
+    step_axis(left, sweeps.values())
     curves = (
         mean_of(first["windowed_line_shape_score"].sel(checkpoint=steps))
         .transpose("checkpoint", "window")
@@ -88,8 +90,8 @@ def plot_shapes(
         ax.set_ylim(bottom=1)
     for ax in (left, right):
         draw_legend(ax)
-    _name_first(right, by)
-    labels.entitle(fig, heading("Line-shape score across training", by))
+    _name_first(right, sweeps)
+    labels.entitle(fig, heading("Line-shape score across training", sweeps))
     return fig
 
 
@@ -119,15 +121,15 @@ def plot_growth(
     Example:
         >>> fig = tlc.plots.plot_growth(sweep)
     """
-    by, name, steps = _sweeps(data, checkpoints, "expodistance", "norm")
+    sweeps, name, steps = _sweeps(data, checkpoints, "expodistance", "norm")
     fig = fig or labels.new_figure(7.4, 4.0)
     left, right = fig.subplots(1, 2)
-    for number, (one, sweep) in enumerate(by.items()):
-        draw_line(left, sweep["expodistance"], f"C{number}", one, _middle_half)
+    for number, (sweep_name, sweep) in enumerate(sweeps.items()):
+        draw_line(left, sweep["expodistance"], f"C{number}", sweep_name, _middle_half)
     left.set_yscale("log")
     left.set_ylabel("expodistance")
-    step_axis(left, by.values())
-    norms = by[name]["norm"].sel(checkpoint=steps)
+    step_axis(left, sweeps.values())
+    norms = sweeps[name]["norm"].sel(checkpoint=steps)
     curves = (
         norms.median([dim for dim in SAMPLES if dim in norms.dims])
         .transpose("checkpoint", "depth")
@@ -136,12 +138,14 @@ def plot_growth(
     _profiles(right, norms["depth"].values, curves, steps)
     right.set_yscale("log", nonpositive="mask")
     right.set(xlabel="depth", ylabel="norm of the stream")
-    if len(by) > 1:
+    if len(sweeps) > 1:
         draw_legend(left)
-    _name_first(right, by)
+    _name_first(right, sweeps)
     labels.entitle(
         fig,
-        heading("Growth of the stream across training", by, "median and middle half"),
+        heading(
+            "Growth of the stream across training", sweeps, "median and middle half"
+        ),
     )
     return fig
 
@@ -152,17 +156,19 @@ def _sweeps(
     """Return sweeps by name, the first name, and the steps of the first that are drawn."""
     import xarray
 
-    by = labels.named(data, xarray.Dataset)
-    for name, sweep in by.items():
+    sweeps = labels.named(data, xarray.Dataset)
+    for name, sweep in sweeps.items():
         check_sweep(sweep, name, *variables)
-    first = next(iter(by))
-    return by, first, chosen_steps(by[first], checkpoints)
+    first = next(iter(sweeps))
+    return sweeps, first, chosen_steps(sweeps[first], checkpoints)
 
 
 def _profiles(
     ax: Axes, depth: np.ndarray, curves: np.ndarray, steps: Sequence[int]
 ) -> None:
     """Draw a curve by depth for each checkpoint, and a colour bar that names them."""
+    # One shade for each step, evenly spaced: steps themselves are spaced by powers of
+    # 2.
     shades = colormaps["viridis"].resampled(len(steps))
     for i, curve in enumerate(curves):
         ax.plot(
@@ -175,7 +181,9 @@ def _profiles(
         )
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     scale = ScalarMappable(
-        BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)), shades
+        # Step i has the shade from i − 0.5 to i + 0.5, with its tick in the middle.
+        BoundaryNorm(np.arange(len(steps) + 1) - 0.5, len(steps)),
+        shades,
     )
     bar = ax.figure.colorbar(
         scale, ax=ax, label="training step", ticks=range(len(steps))
@@ -183,12 +191,13 @@ def _profiles(
     bar.set_ticklabels([short_step(step) for step in steps])
 
 
-def _name_first(ax: Axes, by: "Mapping[str, xarray.Dataset]") -> None:
+def _name_first(ax: Axes, sweeps: "Mapping[str, xarray.Dataset]") -> None:
     """Say whose profiles these are, where there are several sweeps."""
-    if len(by) > 1:
-        ax.set_title(next(iter(by)), fontsize="medium", parse_math=False)
+    if len(sweeps) > 1:
+        ax.set_title(next(iter(sweeps)), fontsize="medium", parse_math=False)
 
 
 def _middle_half(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    # `values` are `[seed prompt checkpoint]`.
     low, middle, high = np.nanquantile(values, (0.25, 0.5, 0.75), axis=(0, 1))
     return middle, low, high

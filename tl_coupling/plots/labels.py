@@ -24,7 +24,7 @@ from tl_coupling.files import plain
 from tl_coupling.measures import AnyMeasure, measure_named
 from tl_coupling.spectra import check_k
 
-# One look per meaning; `in_colors` has those of trained and untrained models.
+# One look per meaning; `assign_colors` has those of trained and untrained models.
 UNDEFINED = "0.8"
 NULL_LINE: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
 # Legends beside the axes: no corner of a curve or a scatter is always free.
@@ -38,11 +38,13 @@ BELOW: dict[str, Any] = {
     "bbox_to_anchor": (0.5, 0),
     "fontsize": "small",
 }
+# As many as have room along a side of a map at the sizes used here.
 MAX_LAYER_TICKS = 16
 MAX_TOKEN_TICKS = 20
 _LONGEST_PROMPT = 48
 
 _Result = TypeVar("_Result")
+# Context variables and no globals: each thread and task of a notebook has its own.
 _OFF_SCREEN = ContextVar("off_screen", default=False)
 # In inches, inside `paper_style`.
 _PAPER_WIDTH: ContextVar[float | None] = ContextVar("paper_width", default=None)
@@ -131,8 +133,10 @@ def new_figure(
     """
     paper_width = _PAPER_WIDTH.get()
     if paper_width is not None:
+        # The proportions stay those for which the picture was laid out.
         width, height = paper_width, height * paper_width / width
     if _OFF_SCREEN.get():
+        # A bare Figure is not registered with pyplot: it is freed when it is forgotten.
         return Figure(figsize=(width, height), layout=layout)
     from matplotlib import pyplot
 
@@ -146,6 +150,7 @@ def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
     """
     # A dataset is a mapping too.
     if isinstance(results, kind) or not isinstance(results, Mapping):
+        # A dataset keeps its model in `attrs`, a result in `provenance`.
         provenance = getattr(results, "attrs", None) or getattr(
             results, "provenance", {}
         )
@@ -187,11 +192,13 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
     return k
 
 
-def in_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, str]]:
+def assign_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, str]]:
     """Yield name, result and colour.
 
     The first trained result is blue (C0), the first untrained one orange (C1).
     """
+    # How many trained and untrained results came so far. Trained ones have the even
+    # colours of matplotlib's cycle of ten, untrained ones the odd.
     count = [0, 0]
     for name, result in results.items():
         untrained = name == "untrained" or bool(
@@ -225,6 +232,7 @@ def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
 
 def mark_null(bar: Axes, null: float) -> None:
     """Draw a line across a colour bar that is seen on every colour."""
+    # Black on a wider white line is seen on the darkest and on the brightest colour.
     for color, linewidth in (("white", 3), ("black", 1)):
         bar.axhline(null, color=color, linewidth=linewidth)
 
@@ -232,8 +240,8 @@ def mark_null(bar: Axes, null: float) -> None:
 def mark_and_name_null(bar: Axes, null: float) -> None:
     """Draw the line of `mark_null`, and write what it is beside it."""
     mark_null(bar, null)
-    beside: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
-    bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **beside)
+    look: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
+    bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **look)
 
 
 def name_ticks(
@@ -249,6 +257,7 @@ def name_ticks(
     """
     if places is None:
         places = np.arange(len(names))
+    # Rounded up, so that never more than `most` have a tick.
     step = math.ceil(len(names) / most)
     shown_names = [plain(name) for name in names[::step]]
     # parse_math: a token may hold a dollar sign.
@@ -260,6 +269,7 @@ def token_name(provenance: Mapping[str, Any], position: int) -> str:
     tokens = provenance.get("str_tokens")
     if tokens is None:
         return f"{position}"
+    # `repr` writes line breaks and control characters as escapes.
     printable = repr(tokens[position])[1:-1].strip()
     return f"{position} ‘{printable or '␣'}’"
 
@@ -355,6 +365,7 @@ def short_path(model: str) -> str:
     path = Path(model)
     if not path.is_absolute():
         return model
+    # Folders of `tempfile` are called tmp and some random letters.
     is_temporary = path.parent.parent == Path(tempfile.gettempdir())
     if is_temporary and path.parent.name.startswith("tmp"):
         return path.name
@@ -378,7 +389,7 @@ def entitle(drawn: Axes | Figure, text: str) -> None:
     set_title(plain(text), fontsize="medium", parse_math=False)
 
 
-def beside_formulas(name: str) -> str:
+def escape_dollars(name: str) -> str:
     """Escape dollars in a name that stands beside formulas."""
     return plain(name).replace("$", r"\$")
 
@@ -388,6 +399,7 @@ def plain_legend(
 ) -> Legend:
     """Add a legend without a frame, whose names are not read as mathematics."""
     legend = drawn.legend(*handles_and_labels, frameon=False, **options)
+    # `legend` takes no `parse_math`: it is set on each text.
     for text in legend.get_texts():
         text.set_text(plain(text.get_text()))
         text.set_parse_math(False)

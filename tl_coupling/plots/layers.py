@@ -15,6 +15,7 @@ from tl_coupling.plots import labels
 from tl_coupling.plots.maps import color_scale
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
+# In points.
 _MAX_ARC_WIDTH = 4.0
 # More arcs than these hide each other.
 _MOST_ARCS = 20
@@ -70,7 +71,9 @@ def plot_adjacency(
         drawn_pairs = [pair for pair in pairs if pair[0] >= threshold]
     n_allowed = len(drawn_pairs)
     if strongest is not None or threshold is None:
+        # Pairs come from the lightest: the strongest are the last.
         drawn_pairs = drawn_pairs[-(strongest or most_arcs(layers)) :]
+    # The scale of the heat map, not that of the drawn arcs: pale arcs are weak ones.
     full = color_scale([result], k, measure)[1]
     ax = ax or labels.new_figure(7.4, 3.6).subplots()
     arcs = draw_arcs(ax, layers, drawn_pairs, full)
@@ -84,6 +87,7 @@ def plot_adjacency(
     name = labels.short_measure(measure)
     bar = ax.figure.colorbar(arcs, ax=ax, label=f"{name}, mean of both orders").ax
     null = result.null(k, measure)
+    # A null off the scale has no mark: at the edge it would look like a value.
     if 0 <= null <= full:
         labels.mark_and_name_null(bar, null)
     labels.entitle(ax, labels.map_heading([result], k))
@@ -102,7 +106,9 @@ def weighted_pairs(
 
     Strong couplings are drawn on top of weak ones.
     """
+    # A map is not symmetric: J of one layer in the axes of another, and the reverse.
     weights = (values + values.T) / 2
+    # Each pair once, without the diagonal.
     below = np.argwhere(np.tri(len(layers), k=-1)).tolist()
     return sorted(
         (weights[i, j], layers[j], layers[i])
@@ -123,6 +129,7 @@ def draw_arcs(
     Arcs of weight `full` and more have full width.
     """
     weights = np.array([weight for weight, *_ in pairs])
+    # 60 points make half a circle look round.
     angles = np.linspace(np.pi, 0, 60)
     segments = []
     for _, layer, other_layer in pairs:
@@ -152,6 +159,7 @@ def draw_arcs(
     furthest = max([abs(layer - other) for _, layer, other in pairs], default=1)
     room = 0.02 * max(1, max(layers) - min(layers))
     ax.set_xlim(min(layers) - room, max(layers) + room)
+    # An arc is half as high as its ends are apart; the rest is room for its line.
     ax.set_ylim(0, 0.53 * furthest)
     ax.set_yticks([])
     ax.spines[:].set_visible(False)
@@ -187,7 +195,7 @@ def plot_locality(
     maps = labels.named(results, CouplingMap)
     k = labels.common_k(list(maps.values()), k)
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
-    for name, result, color in labels.in_colors(maps):
+    for name, result, color in labels.assign_colors(maps):
         profile = result.locality_profile(k).detach().cpu().numpy()
         # A selection of layers may have no pair at some distance: the line goes on to
         # the next.
@@ -231,10 +239,12 @@ def plot_singular_values(
     """
     maps = labels.named(results, CouplingMap)
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
-    for name, result, color in labels.in_colors(maps):
+    for name, result, color in labels.assign_colors(maps):
+        # Layers may have been asked for in any order; a line goes from left to right.
         order = np.argsort(result.row_layers)
         depth = np.asarray(result.row_layers)[order]
         sigma = result.singular_values.detach().cpu().numpy()[order, :n]
+        # Faded towards white, σ_1 being the full colour and on top.
         base = np.asarray(to_rgb(color))
         for i, fade in enumerate(np.linspace(0, 0.75, sigma.shape[1])):
             # A leading underscore keeps a line out of the legend.

@@ -24,6 +24,7 @@ _Influences = Influence | Mapping[str, Influence]
 _MOST_PLACES = 5
 _LARGEST_PANEL = 20
 _WIDEST = 9.0
+# Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
     "frobenius_norm": "Frobenius norm of J",
@@ -82,9 +83,11 @@ def plot_coupling(
         low = vmin
     if vmax is not None:
         high = vmax
+    # Checked after defaults, which one given end alone may cross.
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)
+    # In inches.
     side = 6.4
     if result.kind != "depth":
         # Every token has a name, which takes room.
@@ -92,23 +95,25 @@ def plot_coupling(
         side = min(12.0, max(6.4, 2.5 + 0.2 * n_most))
     axes = [ax] if ax is not None else _side_by_side(len(shown), side)
     k = result.k if k is None else k
-    for drawn, (role, of_role) in zip(axes, shown.items(), strict=True):
-        values = _without_own(of_role, k, measure, options)
+    for drawn, (role, role_map) in zip(axes, shown.items(), strict=True):
+        values = _mask_own_pairs(role_map, k, measure, options)
         image = drawn.imshow(values, vmin=low, vmax=high, cmap=colors)
-        _name_sides(drawn, of_role)
-        title = labels.map_heading([of_role], k)
+        _name_sides(drawn, role_map)
+        title = labels.map_heading([role_map], k)
         if untrained is not None:
-            mean = of_role.mean(k, measure, **options)
+            mean = role_map.mean(k, measure, **options)
             title = f"{role}: mean {mean:.3f}"
         labels.entitle(drawn, title)
     figure: Any = axes[0].figure
     if untrained is not None:
+        # Rows are named once, on the left.
         axes[1].set_ylabel("")
         labels.entitle(figure, labels.map_heading([result], k))
     name = labels.short_measure(measure)
     if options:
         name = labels.measure_label(measure, k, **options)
     bar = figure.colorbar(image, ax=axes, label=name).ax
+    # A null off the scale has no mark: at the edge it would look like a value.
     null = result.null(k, measure, **options)
     if low <= null <= high:
         labels.mark_and_name_null(bar, null)
@@ -171,14 +176,19 @@ def color_scale(
     1 instead. That of coupling reaches at least four times the null, or the noise of an
     untrained model would look like structure.
     """
-    values = [_without_own(result, k, measure, options).ravel() for result in results]
+    values = [
+        _mask_own_pairs(result, k, measure, options).ravel() for result in results
+    ]
     nulls = [result.null(k, measure, **options) for result in results]
     null_tends_to = measure_named(measure).null_tends_to
+    # A measure whose null tends to 0 is one of coupling; one that tends to 1 is the
+    # normalised mis-coupling, of which low values are the finding.
     least = [min(1.0, 4 * max(nulls))] if null_tends_to == 0 else []
-    on_scale = np.concatenate([*values, nulls, least])
-    finite = on_scale[np.isfinite(on_scale)]
+    scale_values = np.concatenate([*values, nulls, least])
+    finite = scale_values[np.isfinite(scale_values)]
     if null_tends_to == 1:
         return float(finite.min(initial=1.0)), 1.0
+    # All values may be 0, and a scale of no width cannot be drawn.
     return 0.0, float(finite.max(initial=0.0)) or 1.0
 
 
@@ -236,6 +246,7 @@ def plot_coupling_matrices(
     fig = fig or labels.new_figure(side * len(grids) + 1.2, side + 0.6, "compressed")
     axes = fig.subplots(1, len(grids), squeeze=False)[0]
     for ax, (name, grid), panel in zip(axes, grids.items(), panels, strict=True):
+        # Centred on 0: A has both signs.
         image, centres = _draw_mosaic(ax, panel, Normalize(-vmax, vmax), "RdBu_r")
         _name_sides(ax, grid, places, centres)
         title = labels.map_heading([grid], k)
@@ -245,6 +256,7 @@ def plot_coupling_matrices(
     if untrained is not None:
         axes[1].set_ylabel("")
         labels.entitle(fig, labels.map_heading([result], k))
+    # Divided by σ_1, no entry of A is above 1.
     extend = "both" if vmax < 1 else "neither"
     fig.colorbar(
         image, ax=list(axes), label="A / σ₁ of the Jacobian", extend=extend, aspect=40
@@ -293,6 +305,7 @@ def plot_alignment_matrices(
     matrices = getattr(result, sides)[drawn_layers][:, drawn_layers]
     panels = matrices.abs().cpu().numpy()
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    # Square-root colours: cosines of random vectors, about 1/√d_model, are still seen.
     image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1), "magma")
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
         labels.name_ticks(axis, drawn_layers, labels.MAX_LAYER_TICKS, centres)
@@ -305,6 +318,7 @@ def plot_alignment_matrices(
     bar = ax.figure.colorbar(
         image, ax=ax, label="|cosine| (square-root colours); null: random vectors"
     ).ax
+    # `null` is of squared cosines, the colours of cosines.
     labels.mark_null(bar, result.null() ** 0.5)
     return ax
 
@@ -342,6 +356,7 @@ def plot_influence(
     positive = np.concatenate(
         [value[np.isfinite(value) & (value > 0)] for value in values.values()]
     )
+    # Ranks are on a linear scale from 0; norms span decades.
     norm = Normalize(0, positive.max(initial=0) or 1)
     if len(positive) and measure in ("frobenius_norm", "largest_singular_value"):
         norm = LogNorm(positive.min(), positive.max())
@@ -380,6 +395,7 @@ def _draw_mosaic(
     An Axes for each panel would take seconds to draw.
     """
     n, k = panels.shape[1:3]
+    # Pads each panel to the right and below; `[:-gap]` cuts the last gap off.
     gap = max(1, k // 12)
     spaced = np.pad(
         panels, [(0, 0), (0, 0), (0, gap), (0, gap)], constant_values=np.nan
@@ -436,6 +452,7 @@ def _name_sides(
         if drawn_places:
             max_ticks = len(names)
         options: dict[str, Any] = {}
+        # Words side by side would overlap; numbers of layers do not.
         if not is_depth and axis is ax.xaxis:
             options["rotation"] = 90
         if not is_depth and len(names) > labels.MAX_TOKEN_TICKS:
@@ -444,7 +461,7 @@ def _name_sides(
         labels.name_ticks(axis, names, max_ticks, centres, **options)
 
 
-def _without_own(
+def _mask_own_pairs(
     result: CouplingMap, k: int | None, measure: AnyMeasure, options: dict[str, Any]
 ) -> np.ndarray:
     """Return the values, NaN where a connection meets itself.
@@ -454,6 +471,7 @@ def _without_own(
     values = result.values(k, measure, **options).detach().cpu().double().numpy()
     rows = np.array([result.row_layers, result.row_positions])
     cols = np.array([result.col_layers, result.col_positions])
+    # `[n_rows n_cols]`: a connection is itself where layer and position are the same.
     own = (rows[:, :, None] == cols[:, None, :]).all(0)
     return values if own.all() else np.where(own, np.nan, values)
 
@@ -479,11 +497,12 @@ def _places_drawn(
         )
     if selection is None:
         row_places, column_places = _places(result)
-        in_both = [place for place in row_places if place in column_places]
-        first = len(in_both) - _MOST_PLACES
+        common_places = [place for place in row_places if place in column_places]
+        # The last five tokens, or the layers in the middle.
+        first = len(common_places) - _MOST_PLACES
         if is_depth:
             first = first // 2
-        places = in_both[max(0, first) :][:_MOST_PLACES]
+        places = common_places[max(0, first) :][:_MOST_PLACES]
     else:
         n_places = len(result.provenance.get("str_tokens", ()))
         if is_depth:
@@ -508,6 +527,7 @@ def _panels(
             )
     rows = [row_places.index(place) for place in places]
     columns = [column_places.index(place) for place in places]
+    # A Jacobian may be 0: its panel is then 0 too, and not NaN.
     smallest = torch.finfo(result.singular_values.dtype).tiny
     largest = result.singular_values[rows, 0].clamp_min(smallest)
     panels = result.at(k)[rows][:, columns] / largest[:, None, None, None]

@@ -9,6 +9,7 @@ from matplotlib.lines import Line2D
 if TYPE_CHECKING:
     import pandas
 
+# As many depths, and widths, as are told apart at a glance.
 _MARKERS = "os^Dv"
 # The palest shades of the map are lost on white.
 _SHADES = (0.0, 0.85)
@@ -22,6 +23,7 @@ class ModelSizes(NamedTuple):
 
     def look(self, width: int, depth: int) -> dict[str, Any]:
         """Return matplotlib's options for the mark of a model of this size."""
+        # Where all models have one width, depth alone is marked.
         shade = "C0"
         if len(self.widths) > 1:
             shades = np.linspace(*_SHADES, len(self.widths))

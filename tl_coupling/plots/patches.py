@@ -72,26 +72,29 @@ def plot_patches(
         )
     colors = labels.color_map(cmap)
     rows, columns = grid
+    # The class token, and registers if there are any, come before the patches.
     n_before = trace.n_pos - rows * columns
     numbers = values.detach().cpu().double().numpy()
-    of_patches = numbers[n_before:].reshape(rows, columns)
-    low, high = _ends(of_patches, vmin, vmax)
+    patch_values = numbers[n_before:].reshape(rows, columns)
+    low, high = _ends(patch_values, vmin, vmax)
     ax = ax or labels.new_figure(4.6, 4.2, "compressed").subplots()
     picture = picture_of(trace)
-    in_patches = _units_of_patches(picture, rows, columns)
+    patch_units = _units_of_patches(picture, rows, columns)
+    # The picture without its blacks, under which colours would not be seen.
     grey = _DARKEST + (1 - _DARKEST) * picture.mean(-1)
-    ax.imshow(grey, cmap="gray", vmin=0, vmax=1, **in_patches)
+    ax.imshow(grey, cmap="gray", vmin=0, vmax=1, **patch_units)
     squares = ax.imshow(
-        of_patches, cmap=colors, alpha=_ALPHA, vmin=low, vmax=high, **in_patches
+        patch_values, cmap=colors, alpha=_ALPHA, vmin=low, vmax=high, **patch_units
     )
     _draw_grid(ax, rows, columns)
     title_positions = []
     if position is not None:
         title_positions = [trace.position_index(position)]
+        # A token before the patches has a negative row: it is named in the title alone.
         row, column = divmod(title_positions[0] - n_before, columns)
         if row >= 0:
             _outline(ax, row, column)
-    other_tokens = _in_words(trace.str_tokens[:n_before], numbers[:n_before])
+    other_tokens = _format_values(trace.str_tokens[:n_before], numbers[:n_before])
     _label_sides(ax, other_tokens)
     title = labels.heading(
         "Patches of the picture", [trace.provenance], title_positions
@@ -111,6 +114,7 @@ def _ends(
         low = float(known.min()) if known.size else 0.0
     if high is None:
         high = float(known.max()) if known.size else 1.0
+    # Ends that come from the data may coincide, where all values are the same.
     if vmin is not None and vmax is not None and low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     return low, high
@@ -122,6 +126,7 @@ def _units_of_patches(
     """Return what `imshow` takes to put patch 0, 0 around the origin."""
     height = picture.shape[0] / rows
     width = picture.shape[1] / columns
+    # Left, right, bottom, top: rows grow downwards as in the picture.
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     return {"extent": extent, "aspect": height / width}
 
@@ -139,6 +144,7 @@ def _draw_grid(ax: Axes, rows: int, columns: int) -> None:
     """Draw white lines between the patches, and number them."""
     look: dict[str, Any] = {
         "color": "white",
+        # Many patches are small: lines of full width would cover them.
         "linewidth": min(1.0, 4 / max(rows, columns)),
     }
     for row in range(1, rows):
@@ -155,7 +161,9 @@ def _outline(ax: Axes, row: int, column: int) -> None:
     ax.add_patch(square)
 
 
-def _in_words(str_tokens: Sequence[str], values: Float[np.ndarray, " n_tokens"]) -> str:
+def _format_values(
+    str_tokens: Sequence[str], values: Float[np.ndarray, " n_tokens"]
+) -> str:
     """Write the values of tokens that have no place in the picture."""
     return ", ".join(
         f"{token}: {value:.3g}"
@@ -183,6 +191,7 @@ def picture_of(trace: Trace) -> Float[np.ndarray, "height width 3"]:
     """
     if trace.pixels is None:
         raise ValueError("wanted the trace of an image")
+    # `[channels height width]`, as the model read it.
     x = trace.pixels[0].detach().cpu().double()
     preprocessing = trace.provenance["image"]["preprocessing"]
     if isinstance(preprocessing, dict):
@@ -190,6 +199,8 @@ def picture_of(trace: Trace) -> Float[np.ndarray, "height width 3"]:
             x = x * _per_channel(preprocessing["image_std"], x) + _per_channel(
                 preprocessing["image_mean"], x
             )
+        # Processors of HuggingFace first multiply by `rescale_factor` (1/255), then
+        # normalise: the inverse, in reverse order.
         brightest = 255.0
         if preprocessing.get("do_rescale"):
             brightest = 255 * preprocessing["rescale_factor"]
@@ -197,6 +208,7 @@ def picture_of(trace: Trace) -> Float[np.ndarray, "height width 3"]:
     else:
         smallest_range = torch.finfo(x.dtype).tiny
         x = (x - x.min()) / (x.max() - x.min()).clamp_min(smallest_range)
+    # One or two channels are no colours: the first is drawn in grey.
     is_grey = len(x) < 3
     rgb = x[:1].expand(3, -1, -1) if is_grey else x[:3]
     return rgb.clamp(0, 1).permute(1, 2, 0).numpy()

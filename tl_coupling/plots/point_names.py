@@ -45,6 +45,7 @@ def name_points(
     pixels_per_point = figure.dpi / _POINTS_PER_INCH
     points = ax.transData.transform(np.column_stack([x, y]))
     axes_box = ax.get_window_extent()
+    # Six points across: the size of a mark.
     taken = [_box_around(point, 3 * pixels_per_point) for point in points]
     taken += _boxes_along_curves(ax, pixels_per_point)
     for xy, point, name in zip(
@@ -60,8 +61,11 @@ def name_points(
             va="bottom",
             parse_math=False,
         )
+        # Of the text alone: that of an annotation would include its line.
         size = np.array(Text.get_window_extent(label).size)
         corners = [
+            # Lower left corner: `direction - 1` moves the name by its whole size for
+            # −1, by half of it for 0, and not at all for 1.
             point + distance * pixels_per_point * direction + (direction - 1) / 2 * size
             for distance, direction in product(_DISTANCES, _DIRECTIONS)
         ]
@@ -95,4 +99,5 @@ def _least_covering(
         n_corners_inside = axes_box.count_contains(boxes[i].corners())
         return bool(n_corners_inside < 4), int(boxes[i].count_overlaps(taken))
 
+    # `min` returns the first of equals, and boxes come from the nearest.
     return min(range(len(boxes)), key=cost)

@@ -60,6 +60,7 @@ def plot_precision(
     if k is not None and k not in data["k"]:
         raise ValueError(f"`k` must be one of {data['k'].values.tolist()}, got {k}")
     k = int(data["k"].max()) if k is None else k
+    # The first precision is what all others are compared with.
     reference, *precisions = data["precision"].values.tolist()
     fig = fig or labels.new_figure(9.0, 6.6)
     (coupling, shapes), (overlap, gains) = fig.subplots(2, 2)
@@ -72,6 +73,7 @@ def plot_precision(
         _draw_dots(coupling, _change_in_coupling(rounded, unrounded), shift, color)
         _draw_dots(shapes, _relative_changes(rounded, unrounded), shift, color)
         _draw_overlap(overlap, rounded.sel(k=k), color)
+        # In percent, as the shapes are.
         gain = 100 * rounded["largest_singular_value_change"].mean("prompt")
         gains.plot(
             gain["layer"], gain, marker="o", markersize=3, color=color, label=precision
@@ -82,6 +84,7 @@ def plot_precision(
     labels.name_ticks(
         shapes.xaxis, list(_SHAPES.values()), len(_SHAPES), fontsize="x-small"
     )
+    # Random k-dimensional subspaces of R^d overlap by k/d in the mean.
     _label_overlap(overlap, k, null=k / data.attrs["d_model"])
     gains.set(xlabel="layer", ylabel="largest σ, |change| (%)", yscale="log")
     for ax in (overlap, gains):
@@ -127,6 +130,8 @@ def _draw_overlap(ax: Axes, rounded: "xarray.Dataset", color: str) -> None:
 def _label_overlap(ax: Axes, k: int, null: float) -> None:
     ax.axhline(null, **labels.NULL_LINE, label=f"random subspaces, {null:.3f}")
     ax.set(xlabel="layer", ylabel=f"overlap of subspaces (k = {k})", ylim=(0, 1.02))
+    # Grey entries of the legend explain line styles; colours are those of the
+    # precisions.
     ax.plot([], [], "-", color="0.3", label="left singular vectors")
     ax.plot([], [], "--", color="0.3", label="right singular vectors")
     labels.plain_legend(ax, loc="center left", fontsize="small")
@@ -137,16 +142,16 @@ def _draw_dots(
 ) -> None:
     """Draw a column of dots, one for each prompt, and their mean."""
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
-    for column, of_prompts in enumerate(values):
-        n_prompts = len(of_prompts)
+    for column, prompt_values in enumerate(values):
+        n_prompts = len(prompt_values)
         x = column + shift
         if n_prompts > 1:
             ax.plot(
                 np.full(n_prompts, x),
-                of_prompts,
+                prompt_values,
                 ".",
                 color=color,
                 markersize=3,
                 alpha=0.4,
             )
-        ax.plot(x, of_prompts.mean(), "o", color=color, markersize=6)
+        ax.plot(x, prompt_values.mean(), "o", color=color, markersize=6)

@@ -15,6 +15,7 @@ from tl_coupling.plots import labels
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult
 
+# Further down than usual: the label of the axis lies between.
 _BELOW = labels.BELOW | {"borderaxespad": 4}
 _MARKERS = "osD^v"
 
@@ -63,16 +64,17 @@ def plot_linearisation(
     Example:
         >>> fig = tlc.plots.plot_linearisation(tlc.trajectories.linearisation(trace))
     """
-    by_name = _parts(results, Linearisation, "linearisation")
+    results_by_name = _parts(results, Linearisation, "linearisation")
     fig = fig or labels.new_figure(8.4, 6.4)
     panels = fig.subplots(2, 2, sharex=True)
     for (errors, cosines), (title, predictions) in zip(
         panels.T, _PREDICTIONS.items(), strict=True
     ):
-        _draw_predictions(errors, cosines, by_name, predictions)
+        _draw_predictions(errors, cosines, results_by_name, predictions)
         points = [f"{title}: mean error against no step"]
-        points += _points(by_name, predictions)
+        points += _points(results_by_name, predictions)
         errors.set_title("\n".join(points), fontsize="small", parse_math=False)
+        # An error of 1 is that of predicting 0.
         errors.axhline(1, color="0.8", linewidth=1, zorder=0)
         cosines.axhline(0, color="0.8", linewidth=1, zorder=0)
         cosines.set_xlabel("after layer")
@@ -85,28 +87,30 @@ def plot_linearisation(
     compounded.set_yscale("log", nonpositive="mask")
     one_step.set_ylabel("relative error")
     panels[1, 0].set_ylabel("cosine similarity")
+    # Room for lines at 1; the other end depends on the model.
     for cosines in panels[1]:
         cosines.set_ylim(top=1.03)
+    # The closed form takes its U from one layer, which the title names if all agree.
     title = "Linearised trajectory"
     reference_layers = {
         result.reference_layer
-        for result in by_name.values()
+        for result in results_by_name.values()
         if result.closed_form is not None
     }
     if len(reference_layers) == 1:
         title += f" · closed form with U of layer {reference_layers.pop()}"
-    labels.entitle(fig, _heading(title, by_name))
+    labels.entitle(fig, _heading(title, results_by_name))
     return fig
 
 
 def _draw_predictions(
     errors: Axes,
     cosines: Axes,
-    by_name: Mapping[str, Linearisation],
+    results_by_name: Mapping[str, Linearisation],
     predictions: Mapping[_Prediction, tuple[str, str]],
 ) -> None:
     """Draw each prediction's error and direction."""
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         for prediction, (line_style, text) in predictions.items():
             if prediction == "closed_form" and result.closed_form is None:
                 continue
@@ -121,12 +125,12 @@ def _draw_predictions(
 
 
 def _points(
-    by_name: Mapping[str, Linearisation],
+    results_by_name: Mapping[str, Linearisation],
     predictions: Mapping[_Prediction, tuple[str, str]],
 ) -> Iterator[str]:
     """Yield what is to be seen of each result: linear prediction against no step."""
     is_one_step = "one_step" in predictions
-    for name, result in by_name.items():
+    for name, result in results_by_name.items():
         linear = result.relative_error("one_step" if is_one_step else "product")
         no_step = result.relative_error("previous" if is_one_step else "input")
         error, plain_error = float(linear.mean()), float(no_step.mean())
@@ -158,20 +162,20 @@ def plot_perturbation(
         >>> noisy = tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2)
         >>> ax = tlc.plots.plot_perturbation(noisy)
     """
-    by_name = _parts(results, Perturbation, "perturbation")
-    kinds_of_noise = {result.relative for result in by_name.values()}
+    results_by_name = _parts(results, Perturbation, "perturbation")
+    kinds_of_noise = {result.relative for result in results_by_name.values()}
     if len(kinds_of_noise) > 1:
         raise ValueError(
             "the noise of some results is relative, of others absolute: these have no "
             "axis in common"
         )
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         _draw_noise(ax, name, result, color)
-    title = _heading("Noise in a token's embedding", by_name)
-    labels.finish_lines(ax, title, ncols=len(by_name), **_BELOW)
+    title = _heading("Noise in a token's embedding", results_by_name)
+    labels.finish_lines(ax, title, ncols=len(results_by_name), **_BELOW)
     # Scale 0 has no place on a logarithmic axis.
-    all_positive = all(min(result.scales) > 0 for result in by_name.values())
+    all_positive = all(min(result.scales) > 0 for result in results_by_name.values())
     ax.set_xscale("log" if all_positive else "linear")
     ax.axhline(0, color="0.8", linewidth=1, zorder=0, label="_zero")
     if kinds_of_noise.pop():
@@ -185,15 +189,22 @@ def plot_perturbation(
 
 def _draw_noise(ax: Axes, name: str, result: Perturbation, color: str) -> None:
     """Draw one result's means before the first layer and after the last, and samples."""
+    # Scales may come in any order; a line goes from left to right.
     order = np.argsort(result.scales)
     scales = np.asarray(result.scales)[order]
     means = result.mean.cpu().numpy()[order]
     samples = result.cosine_similarity[..., -1].cpu().numpy()[order]
-    before = f"{name}, before the first layer"
-    after = f"{name}, after the last layer"
-    ax.plot(scales, means[:, 0], "--", color=color, label=before)
+    label_before = f"{name}, before the first layer"
+    label_after = f"{name}, after the last layer"
+    ax.plot(scales, means[:, 0], "--", color=color, label=label_before)
     ax.plot(
-        scales, means[:, -1], "-", color=color, marker="o", markersize=3, label=after
+        scales,
+        means[:, -1],
+        "-",
+        color=color,
+        marker="o",
+        markersize=3,
+        label=label_after,
     )
     ax.plot(
         np.repeat(scales, samples.shape[1]),
@@ -233,18 +244,19 @@ def plot_inverse_singular_values(
     Example:
         >>> ax = tlc.plots.plot_inverse_singular_values(tlc.depth_coupling(trace, k=8))
     """
-    by_name = _parts(results, CouplingMap, "linearisation")
+    results_by_name = _parts(results, CouplingMap, "linearisation")
     ax = ax or labels.new_figure(6.4, 4.8).subplots()
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         if result.singular_values is None:
             raise ValueError(
                 f"{name!r} has no singular values: measure with `closed_form=True`"
             )
+        # `[n_layers n]`, the largest first.
         S = result.singular_values[:, :n]
         _draw_inverses(ax, name, S, _layers(result), color)
     ax.set(xlabel="layer", ylabel="1 / singular value of J", ylim=(0, None))
-    title = _heading("Inverse singular values", by_name)
-    labels.finish_lines(ax, title, ncols=len(by_name), **_BELOW)
+    title = _heading("Inverse singular values", results_by_name)
+    labels.finish_lines(ax, title, ncols=len(results_by_name), **_BELOW)
     return ax
 
 
@@ -262,6 +274,7 @@ def _draw_inverses(
     ends = np.array([min(layers), max(layers)])
     n_drawn = S.shape[1]
     for i in range(n_drawn):
+        # From full colour for σ_1 to 0.4 for the last.
         alpha = 1 - 0.6 * i / max(1, n_drawn - 1)
         ax.plot(
             layers,
@@ -282,25 +295,26 @@ def _parts(results: object, kind: type[_Part], part: str) -> dict[str, _Part]:
     Raises:
         ValueError: a result that was measured without the part.
     """
-    by_name = labels.named(results, kind)
-    for name, result in by_name.items():
+    results_by_name = labels.named(results, kind)
+    for name, result in results_by_name.items():
         if isinstance(result, TrajectoryResult):
-            by_name[name] = getattr(result, part)
-    for name, result in by_name.items():
+            results_by_name[name] = getattr(result, part)
+    for name, result in results_by_name.items():
         if result is None:
             raise ValueError(f"{name!r} was measured without its {part}")
-    return by_name
+    return results_by_name
 
 
 def _heading(
-    title: str, by_name: Mapping[str, CouplingMap | Linearisation | Perturbation]
+    title: str,
+    results_by_name: Mapping[str, CouplingMap | Linearisation | Perturbation],
 ) -> str:
     """Return a title that names the token which the results are of."""
     positions = []
-    for result in by_name.values():
+    for result in results_by_name.values():
         if isinstance(result, CouplingMap):
             positions.append(result.row_positions[0])
         else:
             positions.append(result.position)
-    provenances = [result.provenance for result in by_name.values()]
+    provenances = [result.provenance for result in results_by_name.values()]
     return labels.heading(title, provenances, positions)

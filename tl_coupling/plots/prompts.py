@@ -12,6 +12,7 @@ _OVERLAPS = {
     "write_overlap": "overlap of write directions",
     "read_overlap": "overlap of read directions",
 }
+# In characters; longer names of rows would push the map aside.
 _LONGEST_NAME = 24
 
 
@@ -63,8 +64,8 @@ def plot_prompt_coupling(
     ax.set_ylim(bottom=0)
     what = f"Across {result.n_prompts} prompts · k = {k}"
     title = labels.heading(what, [result.provenance])
-    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    labels.finish_lines(ax, title, **beside, fontsize="small")
+    legend_place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    labels.finish_lines(ax, title, **legend_place, fontsize="small")
     return ax
 
 
@@ -114,6 +115,7 @@ def plot_prompt_map(
     ax = ax or labels.new_figure(6.8, 5.2, "compressed").subplots()
     is_own = np.eye(result.n_prompts, dtype=bool)
     drawn = np.where(is_own, np.nan, shown)
+    # The null counts for the scale, as its mark must be on the bar.
     image = ax.imshow(drawn, vmin=0, vmax=max(np.nanmax(drawn), null))
     ax.set_facecolor(labels.UNDEFINED)
     names = [_short(prompt) for prompt in result.prompts]
@@ -139,6 +141,7 @@ def _draw(
 ) -> None:
     """Draw a thin line for every pair of prompts, and a thick one for the mean."""
     values = result.values(k, measure).detach().cpu().double().numpy()
+    # `[n_layers n_pairs]`, both orders of a pair.
     pairs = values[:, ~np.eye(result.n_prompts, dtype=bool)]
     ax.plot(result.layers, pairs, color=color, linewidth=0.5, alpha=0.25)
     mean = result.by_layer(k, measure).detach().cpu().double().numpy()

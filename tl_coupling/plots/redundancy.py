@@ -26,6 +26,7 @@ _COLORS = {
     "projected": "C8",
     "exited": "C7",
 }
+# In inches.
 _PANEL_WIDTH = 2.8
 _PANEL_HEIGHT = 1.9
 # First and last blocks cost up to a hundred times what others do: where they cost this
@@ -50,16 +51,20 @@ class _Change(NamedTuple):
         """
         shown = np.isfinite(self.mean)
         inner = shown.copy()
+        # First and last block, or pair.
         inner[[0, -1]] = False
         if inner.any():
             largest_inner = np.abs(self.mean[inner]).max()
             if np.abs(self.mean[shown]).max() > _FAR_ABOVE * largest_inner:
                 shown = inner
+        # 0, no change, is always on the axis.
         means = np.append(self.mean[shown], 0.0)
+        # Means may all be 0, in a model whose blocks do nothing.
         spread = np.ptp(means) or 1e-3
         half_widths = np.nan_to_num(self.half_width[shown])
         lowest = np.append(self.mean[shown] - half_widths, 0.0).min()
         highest = np.append(self.mean[shown] + half_widths, 0.0).max()
+        # One wide interval must not make all differences between means invisible.
         low = max(lowest, means.min() - spread)
         high = min(highest, means.max() + spread)
         room = 0.12 * (high - low)
@@ -112,11 +117,11 @@ def plot_redundancy(
     k = max(measured) if k is None else k
     if k not in measured:
         raise ValueError(f"`k` must be among {measured}, got {k}")
-    at_k = data.sel(k=k)
-    changes = _changes(at_k)
+    data_at_k = data.sel(k=k)
+    changes = _changes(data_at_k)
     predicted = [change for change in changes if change in CHANGES]
-    by_depth_alone = [change for change in changes if change not in CHANGES]
-    n_rows = len(predicted) + bool(by_depth_alone)
+    unpredicted = [change for change in changes if change not in CHANGES]
+    n_rows = len(predicted) + bool(unpredicted)
     height = 1.3 + _PANEL_HEIGHT * n_rows
     fig = fig or labels.new_figure(3 * _PANEL_WIDTH, height)
     grid = fig.add_gridspec(n_rows, 3)
@@ -146,7 +151,7 @@ def plot_redundancy(
             _make_logarithmic(panels[2])
         for column, ax in zip(columns, panels, strict=True):
             column.append(ax)
-    for place, name in enumerate(by_depth_alone):
+    for place, name in enumerate(unpredicted):
         ax = fig.add_subplot(grid[-1, place])
         _draw_by_depth(ax, changes[name], _name(name, k))
         ax.set_xlabel("layer")
@@ -166,18 +171,19 @@ def plot_redundancy(
     return fig
 
 
-def _changes(at_k: "xarray.Dataset") -> dict[str, _Change]:
+def _changes(data_at_k: "xarray.Dataset") -> dict[str, _Change]:
     """Return what every change that was measured does to the loss."""
     changes = {}
     for name, color in _COLORS.items():
         # Data of earlier versions have no projections and no exits.
-        losses = at_k.get(f"loss_{name}")
+        losses = data_at_k.get(f"loss_{name}")
         if losses is None or bool(losses.isnull().all()):
             continue
-        loss_change = (losses - at_k["loss"]).transpose("prompt", ...).values
+        loss_change = (losses - data_at_k["loss"]).transpose("prompt", ...).values
         # A pair stands between its two layers.
         first_depth = 0.5 if "pair" in losses.dims else 0.0
         depth = np.arange(loss_change.shape[1]) + first_depth
+        # One prompt has no interval.
         half_width = np.full(len(depth), np.nan)
         if len(loss_change) > 1:
             _, half_width = crossed_mean(loss_change[:, None])
@@ -207,6 +213,7 @@ def _draw_by_depth(ax: Axes, change: _Change, title: str) -> None:
     ax.set_title(title, fontsize="medium")
     ax.set_ylabel("nats per token", fontsize="small")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Values of the triangles at the edge, written towards the middle of the panel.
     low, high = ax.get_ylim()
     for depth, mean in zip(change.depth, change.mean, strict=True):
         if low <= mean <= high or np.isnan(mean):
@@ -243,14 +250,14 @@ def _draw_means(
     ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
     low, high = change.limits()
     ax.set_ylim(low, high)
-    for beyond, edge, marker in (
+    for is_beyond, edge, marker in (
         (change.mean > high, high, "^"),
         (change.mean < low, low, "v"),
     ):
-        if beyond.any():
-            edges = np.full(int(beyond.sum()), edge)
+        if is_beyond.any():
+            edges = np.full(int(is_beyond.sum()), edge)
             marks: dict[str, Any] = {"clip_on": False, "linestyle": "", "markersize": 6}
-            ax.plot(x[beyond], edges, marker, color=change.color, **marks)
+            ax.plot(x[is_beyond], edges, marker, color=change.color, **marks)
 
 
 def _make_logarithmic(ax: Axes) -> None:
@@ -267,12 +274,12 @@ def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
     """Write ρ with its interval, of all blocks and of the inner ones."""
     texts = []
     for blocks in ("all", "inner"):
-        of_blocks = correlations.sel(blocks=blocks)
-        if np.isnan(of_blocks[predictor]):
+        block_correlations = correlations.sel(blocks=blocks)
+        if np.isnan(block_correlations[predictor]):
             texts.append("undefined")
             continue
-        text = f"{float(of_blocks[predictor]):+.2f}"
-        low, high = of_blocks[f"{predictor}_interval"].values
+        text = f"{float(block_correlations[predictor]):+.2f}"
+        low, high = block_correlations[f"{predictor}_interval"].values
         if not np.isnan(low + high):
             text += f" [{low:+.2f}, {high:+.2f}]"
         texts.append(text)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _QUARTILES = (0.25, 0.5, 0.75)
 _CHANCE_LINE = {**labels.NULL_LINE, "linestyle": ":"}
+# The colours of matplotlib's cycle.
 _MOST_MODELS = 10
 _MOST_ROWS = 4
 _MOST_COLUMNS = 4
@@ -120,6 +121,7 @@ def plot_quartiles(
             ax.set_xscale("log", nonpositive="mask")
     names = labels.short_names(models)
     panels[0].set_yticks(range(len(models)), names, parse_math=False)
+    # Upside down: the smallest model stands on top.
     panels[0].set_ylim(len(models) - 0.5, -0.5)
     _add_legend_of_quartiles(fig, any(run.is_untrained for run in runs))
     prompts = _number_of_prompts(data)
@@ -130,11 +132,12 @@ def plot_quartiles(
 
 def _draw_quartiles(ax: Axes, run: _Run, name: str, k: int | None, place: int) -> None:
     """Draw the quartiles of one variable of one run at a place, and its null there."""
-    at_the_end = _at_the_end(_of_prompts(run.values, name, k))
-    low, middle, high = np.nanquantile(at_the_end, _QUARTILES)
+    last_values = _last_values(_prompt_values(run.values, name, k))
+    low, middle, high = np.nanquantile(last_values, _QUARTILES)
     if run.is_untrained:
         color = "C1"
         face_color = "white"
+        # A little below its trained twin, whose interval may be the same.
         height = place + 0.18
     else:
         color = face_color = "C0"
@@ -204,6 +207,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
         )
     runs = _runs(data)
     models, _ = _sorted_models(runs)
+    # Models come from the smallest.
     drawn_models = models[-_MOST_MODELS:]
     names = dict(zip(models, labels.short_names(models), strict=True))
     fig = fig or labels.new_figure(7.4, 5.6)
@@ -219,6 +223,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
             ax.set_yscale("log", nonpositive="mask")
     for ax in panels[2:]:
         ax.set_xlabel("share of the depth")
+    # The survey may hold fewer than four of the variables.
     for ax in panels[len(variables) :]:
         ax.remove()
     named_lines = panels[0].get_legend_handles_labels()
@@ -239,7 +244,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
 
 def _draw_profile(ax: Axes, run: _Run, name: str, color: str, label: str) -> None:
     """Draw one variable of one run by depth, unless nothing is known of it."""
-    values = _of_prompts(run.values, name)
+    values = _prompt_values(run.values, name)
     values = values[:, : _length(values)]
     if not values.size:
         return
@@ -247,6 +252,7 @@ def _draw_profile(ax: Axes, run: _Run, name: str, color: str, label: str) -> Non
     # What is not of every depth is of every step, and stands where the step ends.
     first_depth = 0 if "depth" in run.values[name].dims else 1
     depth = np.arange(len(middle)) + first_depth
+    # Models of different depths share one axis, from the embedding to the last block.
     share = depth / depth[-1]
     if run.is_untrained:
         label = f"_{run.model} {run.checkpoint}"
@@ -303,8 +309,8 @@ def plot_prompts(
     ]
     prompt_ids = data["prompt"].values.astype(str)
     tasks = {
-        task: np.isin(prompt_ids, of_task["prompt"].values.astype(str))
-        for task, of_task in by_task(data).items()
+        task: np.isin(prompt_ids, task_data["prompt"].values.astype(str))
+        for task, task_data in by_task(data).items()
     }
     n_columns = 2 if tasks else 1
     fig = fig or labels.new_figure(3.9 * n_columns, 0.8 + 2.9 * len(drawn_runs))
@@ -314,7 +320,7 @@ def plot_prompts(
     names = dict(zip(models, labels.short_names(models), strict=True))
     for run, axes in zip(drawn_runs, grid, strict=True):
         x = _length_or_difficulty(run, against)
-        y = _of_prompts(run.values, mean_name(measure), k)
+        y = _prompt_values(run.values, mean_name(measure), k)
         relation = prompt_relation(x, y, tasks)
         if relation.n_prompts < 3:
             raise ValueError(
@@ -435,10 +441,12 @@ def plot_covariates(
             f"there are {', '.join(table)}"
         )
     n_columns = min(len(lines), _MOST_COLUMNS)
+    # Rounded up.
     n_rows = -(-len(lines) // _MOST_COLUMNS)
     fig = fig or labels.new_figure(2.5 * n_columns + 0.6, 0.9 + 2.6 * n_rows)
     grid = fig.subplots(n_rows, n_columns, sharey=True, squeeze=False)
     for ax, line in zip(grid.flat, lines, strict=False):
+        # The line is drawn no further than the points that it was fitted to.
         x_where_y_is_known = line.x[np.isfinite(line.y)]
         ends = np.array([np.nanmin(x_where_y_is_known), np.nanmax(x_where_y_is_known)])
         ax.plot(
@@ -473,47 +481,52 @@ def _number_of_prompts(data: "xarray.Dataset") -> str:
 
 def _runs(data: "xarray.Dataset") -> list[_Run]:
     """Return the last checkpoint of each model, and its untrained twin."""
+    # A survey of one model, or one checkpoint, need not have the dimension.
     if "model" not in data.dims:
         data = data.expand_dims({"model": [str(data.attrs.get("model") or "model")]})
     if "checkpoint" not in data.dims:
         data = data.expand_dims({"checkpoint": ["main"]})
     runs = []
     for model in data["model"].values.tolist():
-        of_model = data.sel(model=model)
+        model_data = data.sel(model=model)
         measured = [
             checkpoint
             for checkpoint in data["checkpoint"].values.tolist()
-            if bool(of_model["n_pos"].sel(checkpoint=checkpoint).notnull().any())
+            if bool(model_data["n_pos"].sel(checkpoint=checkpoint).notnull().any())
         ]
+        # Axes of a survey hold every checkpoint of any model: those of this one have
+        # values.
         trained = [checkpoint for checkpoint in measured if checkpoint != UNTRAINED]
         untrained = [checkpoint for checkpoint in measured if checkpoint == UNTRAINED]
         for checkpoint in sorted(trained, key=step_order)[-1:] + untrained:
-            values = of_model.sel(checkpoint=checkpoint)
+            values = model_data.sel(checkpoint=checkpoint)
             runs.append(_Run(str(model), str(checkpoint), values))
     return runs
 
 
 def _sorted_models(
-    runs: Sequence[_Run], by: Mapping[str, float] | str | None = None
+    runs: Sequence[_Run], criterion: Mapping[str, float] | str | None = None
 ) -> tuple[list[str], str]:
     """Return models from the smallest number up, and what the number is.
 
     Models without a number come last.
     """
+    # Reversed twice, here and below: a trained model's facts count before its twin's,
+    # and models with the same number keep their order.
     values_of = {run.model: run.values for run in reversed(runs)}
-    if isinstance(by, Mapping):
-        numbers = {model: by.get(model, np.nan) for model in values_of}
+    if isinstance(criterion, Mapping):
+        numbers = {model: criterion.get(model, np.nan) for model in values_of}
         name = "score"
     else:
-        fact = by or "n_parameters"
+        fact = criterion or "n_parameters"
         numbers = {}
         for model, values in values_of.items():
-            is_known = fact in values and (by is None or not values[fact].ndim)
+            is_known = fact in values and (criterion is None or not values[fact].ndim)
             numbers[model] = float(values[fact]) if is_known else np.nan
-            if by and not is_known:
+            if criterion and not is_known:
                 raise ValueError(
                     "`by` must be a number for each model, or a fact such as "
-                    f"'n_parameters'; {model!r} has no {by!r}"
+                    f"'n_parameters'; {model!r} has no {criterion!r}"
                 )
         name = fact.replace("n_", "number of ")
     models = sorted(
@@ -540,7 +553,7 @@ def _measured_k(data: "xarray.Dataset", k: int | None, measure: str) -> int:
     return int(measured[-1] if k is None else k)
 
 
-def _of_prompts(
+def _prompt_values(
     values: "xarray.Dataset", name: str, k: int | None = None
 ) -> Float[np.ndarray, "n_prompts ..."]:
     """Return a variable of each prompt; coupling at k, by default the largest."""
@@ -559,7 +572,7 @@ def _length(values: Float[np.ndarray, "n_prompts n_depths"]) -> int:
     return int(np.flatnonzero(is_known).max(initial=-1)) + 1
 
 
-def _at_the_end(
+def _last_values(
     values: Float[np.ndarray, "n_prompts ..."],
 ) -> Float[np.ndarray, " n_prompts"]:
     """Return the last value by depth, of what is known by depth."""
@@ -573,8 +586,9 @@ def _chance(values: "xarray.Dataset", name: str, k: int | None) -> float | None:
     if name == "line_shape_score_all_tokens":
         if "n_layers" not in values:
             return None
+        # Steps in random directions add up like √n, and the score is n over that.
         return float(values["n_layers"]) ** 0.5
     measures = measured_in([name])
     if not measures or null_name(measures[0]) not in values:
         return None
-    return labels.one_null(_of_prompts(values, null_name(measures[0]), k))
+    return labels.one_null(_prompt_values(values, null_name(measures[0]), k))

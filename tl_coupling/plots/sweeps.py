@@ -23,8 +23,10 @@ from tl_coupling.surveys import pairs_of_layers
 if TYPE_CHECKING:
     import xarray
 
+# Two rows of four.
 _MAX_PANELS = 8
 _PANELS_IN_A_ROW = 4
+# The dimensions that means and intervals are over.
 SAMPLES = ("prompt", "seed")
 
 
@@ -60,28 +62,29 @@ def plot_emergence(
     """
     import xarray
 
-    by = labels.named(data, xarray.Dataset)
-    k = _common_k(by, k, mean_name(measure))
-    by = {name: sweep.sel(k=k) for name, sweep in by.items()}
+    sweeps = labels.named(data, xarray.Dataset)
+    k = _common_k(sweeps, k, mean_name(measure))
+    sweeps = {name: sweep.sel(k=k) for name, sweep in sweeps.items()}
     shown = {
         mean_name(measure): f"mean {labels.measure_label(measure, k)}",
         "loss": "loss (nats per token)",
     }
-    if all(bool(sweep["loss"].isnull().all()) for sweep in by.values()):
+    if all(bool(sweep["loss"].isnull().all()) for sweep in sweeps.values()):
+        # Prompts of one token predict none of their own: they have no loss.
         del shown["loss"]
     fig = fig or labels.new_figure(7.0, 2.0 + 2.2 * len(shown))
     panels = fig.subplots(
         len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)]
     )[:, 0]
     for ax, (variable, text) in zip(panels, shown.items(), strict=True):
-        for number, (name, sweep) in enumerate(by.items()):
+        for number, (name, sweep) in enumerate(sweeps.items()):
             # The title names one sweep alone.
-            label = name if len(by) > 1 else f"_{name}"
+            label = name if len(sweeps) > 1 else f"_{name}"
             draw_line(ax, sweep[variable], f"C{number}", label)
         ax.set_ylabel(text)
     nulls = {
         name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
-        for name, sweep in by.items()
+        for name, sweep in sweeps.items()
     }
     if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
         for number, (name, null) in enumerate(nulls.items()):
@@ -91,10 +94,10 @@ def plot_emergence(
             }
             panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
-    step_axis(panels[-1], by.values())
+    step_axis(panels[-1], sweeps.values())
     draw_legend(panels[0])
-    pairs = " or ".join(dict.fromkeys(map(pairs_of_layers, by.values())))
-    labels.entitle(fig, heading(f"Coupling over {pairs} across training", by))
+    pairs = " or ".join(dict.fromkeys(map(pairs_of_layers, sweeps.values())))
+    labels.entitle(fig, heading(f"Coupling over {pairs} across training", sweeps))
     return fig
 
 
@@ -131,6 +134,7 @@ def plot_coupling_strip(
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(
         bad=labels.UNDEFINED
     )
+    # A model of one layer has no pairs, and NaN alone.
     vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
     for ax, step, panel in zip(grid.flat, steps, maps, strict=False):
         image = ax.imshow(panel, vmin=0, vmax=vmax, cmap=cmap)
@@ -187,6 +191,7 @@ def plot_adjacency_strip(
     layers = data["layer"].values.tolist()
     n_arcs = strongest or most_arcs(layers)
     pairs = [weighted_pairs(values, layers)[-n_arcs:] for values in maps]
+    # The last pair of each panel is its strongest.
     full = max((weight for panel in pairs for weight, *_ in panel[-1:]), default=1.0)
     fig, grid = _grid(len(steps), 2.4, 1.5, fig, shared=True)
     for ax, step, panel in zip(grid.flat, steps, pairs, strict=False):
@@ -266,6 +271,7 @@ def draw_line(
         values.transpose("seed", "prompt", "checkpoint").values.astype(float)
     )
     ax.plot(steps, middle, color=color, marker="o", markersize=3, label=name)
+    # One prompt of one seed has no interval.
     if not np.isnan(high).all():
         ax.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
     if steps[0] == 0:
@@ -286,9 +292,13 @@ def step_axis(ax: Axes, sweeps: "Iterable[xarray.Dataset]") -> None:
     Ticks stand at steps that were measured, as many as have room.
     """
     steps = np.unique(np.concatenate([sweep["checkpoint"].values for sweep in sweeps]))
+    # The axis is linear up to the first step after 0, and logarithmic from there.
     first = max(int(steps[steps > 0].min(initial=steps.max())), 1)
+    # Where steps stand, in decades: the linear part takes half of one (`linscale`).
     places = np.where(steps > 0, np.log10(np.maximum(steps, 1) / first) + 0.5, 0)
     shown: list[int] = []
+    # From the last step down, as that is what a reader looks for: a step has a tick
+    # where it is an eighth of the axis away from the one before.
     for i in reversed(range(len(steps))):
         if not shown or places[shown[0]] - places[i] >= np.ptp(places) / 8:
             shown.insert(0, i)
@@ -318,24 +328,25 @@ def draw_legend(ax: Axes) -> None:
 
 def heading(
     what: str,
-    by: "Mapping[str, xarray.Dataset]",
+    sweeps: "Mapping[str, xarray.Dataset]",
     drawn: str = f"mean and {LEVEL:.0%} interval",
 ) -> str:
     """Return what was measured, on which model, and what mean and interval are over."""
     counts = {
-        tuple(sweep.sizes.get(dim, 1) for dim in SAMPLES) for sweep in by.values()
+        tuple(sweep.sizes.get(dim, 1) for dim in SAMPLES) for sweep in sweeps.values()
     }
-    over = (
+    samples = (
         [f"{n} {dim}s" for n, dim in zip(*counts, SAMPLES, strict=True) if n > 1]
         if len(counts) == 1
         else []
     )
     model = labels.heading(
-        "", [{"model": sweep.attrs.get("model")} for sweep in by.values()]
+        "", [{"model": sweep.attrs.get("model")} for sweep in sweeps.values()]
     )
     return "\n".join(
         filter(
-            None, (what, model, f"{drawn} over {' and '.join(over)}" if over else "")
+            None,
+            (what, model, f"{drawn} over {' and '.join(samples)}" if samples else ""),
         )
     )
 
@@ -350,15 +361,18 @@ def short_step(step: int) -> str:
     return str(step) if step % 1000 or not step else f"{step // 1000}k"
 
 
-def _common_k(by: "Mapping[str, xarray.Dataset]", k: int | None, variable: str) -> int:
+def _common_k(
+    sweeps: "Mapping[str, xarray.Dataset]", k: int | None, variable: str
+) -> int:
     """Return `k`, by default the largest that all sweeps hold.
 
     Raises ValueError where a sweep does not hold it, or the variable.
     """
-    for name, sweep in by.items():
+    for name, sweep in sweeps.items():
         check_sweep(sweep, name, "k", variable)
     held = [
-        {int(one) for one in np.atleast_1d(sweep["k"].values)} for sweep in by.values()
+        {int(one) for one in np.atleast_1d(sweep["k"].values)}
+        for sweep in sweeps.values()
     ]
     common = set.intersection(*held)
     if k is None and common:

@@ -19,10 +19,10 @@ def positions_to_draw(
         ValueError: a position out of range.
     """
     if positions is not None:
-        if outside := [t for t in positions if not -n_pos <= t < n_pos]:
+        if invalid_positions := [t for t in positions if not -n_pos <= t < n_pos]:
             raise ValueError(
                 f"`positions` must lie in [{-n_pos}, {n_pos - 1}] for {n_pos} tokens, "
-                f"got {outside[0]}"
+                f"got {invalid_positions[0]}"
             )
         return [t % n_pos for t in positions], ""
     drawn = [t for t in range(n_pos) if t not in sinks]

@@ -75,6 +75,7 @@ def plot_trajectories(
     is_alone = not isinstance(trace, Mapping)
     paths_by_name = dict(trace) if isinstance(trace, Mapping) else {"": trace}
 
+    # One prompt has its views side by side; of several, each is a column.
     if is_alone:
         n_rows, n_columns = 1, len(views)
         height = 4.8
@@ -99,11 +100,11 @@ def plot_trajectories(
     _name_tokens(fig, grid, provenances, shades, black)
     if is_alone:
         depth = f"depth {len(_stream(paths_by_name[''])) - 1}"
-        without_sinks = left_out_by_name[0]
+        sinks_note = left_out_by_name[0]
     else:
         depth = "the last depth"
-        without_sinks = " · without attention sinks" * any(left_out_by_name)
-    title = f"Trajectories, components of {depth}{without_sinks}"
+        sinks_note = " · without attention sinks" * any(left_out_by_name)
+    title = f"Trajectories, components of {depth}{sinks_note}"
     labels.entitle(fig, labels.heading(title, provenances))
     return fig
 
@@ -175,11 +176,13 @@ def _draw_paths(
             "principal components want at least 2 tokens, "
             f"got positions {drawn}: give a longer prompt"
         )
+    # Components of the drawn tokens alone: a sink's norm would decide them.
     pca = trajectory_pca(x[:, drawn])
     projected = pca.projected.detach().cpu().numpy()
     variance_shares = pca.explained_variance_ratio.tolist()
     spans = {
         "all": (0, n_layers),
+        # In depths, both ends included; a model of one layer has one step to show.
         "shallow": (0, max(1, n_layers // 2)),
         "deep": (n_layers // 2, n_layers),
     }

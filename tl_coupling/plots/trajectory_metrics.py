@@ -52,9 +52,9 @@ def plot_trajectory_metrics(
         >>> shapes = tlc.trajectories.measure_trajectory(trace, linear=False, noise=False)
         >>> fig = tlc.plots.plot_trajectory_metrics(shapes)
     """
-    by_name = labels.named(results, TrajectoryResult)
-    first = next(iter(by_name.values()))
-    if any(_prompt(result) != _prompt(first) for result in by_name.values()):
+    results_by_name = labels.named(results, TrajectoryResult)
+    first = next(iter(results_by_name.values()))
+    if any(_prompt(result) != _prompt(first) for result in results_by_name.values()):
         raise ValueError(
             "`results` must be of one prompt, so that tokens and their means compare; "
             "got different ones"
@@ -62,31 +62,35 @@ def plot_trajectory_metrics(
     n_pos = first.norm.shape[1]
     sinks = {
         position
-        for result in by_name.values()
+        for result in results_by_name.values()
+        # Sinks are told by the norm, which is what a result keeps: as vectors of one
+        # entry.
         for position in attention_sinks(result.norm[..., None])
     }
     drawn, left_out = positions_to_draw(positions, n_pos, sinks, first.provenance)
     if not drawn:
         raise ValueError("`positions` is empty: wanted at least one token")
 
-    windows = sorted({result.window for result in by_name.values()})
+    windows = sorted({result.window for result in results_by_name.values()})
     panels_by_metric = _panels(windows)
     metrics = [
         metric
         for metric in panels_by_metric
-        if any(getattr(result, metric) is not None for result in by_name.values())
+        if any(
+            getattr(result, metric) is not None for result in results_by_name.values()
+        )
     ]
     fig = fig or labels.new_figure(8.4, 5.4)
     axes = {
         metric: fig.add_subplot(2, 3, place) for place, metric in enumerate(metrics, 1)
     }
     for metric, ax in axes.items():
-        _draw_metric(ax, metric, panels_by_metric[metric], by_name, drawn)
-    _draw_random_steps(axes, by_name, windows)
+        _draw_metric(ax, metric, panels_by_metric[metric], results_by_name, drawn)
+    _draw_random_steps(axes, results_by_name, windows)
     handles, names = axes[_BY_DEPTH].get_legend_handles_labels()
     labels.plain_legend(fig, handles, names, loc="outside lower center", ncols=4)
     title = f"Trajectories, mean over tokens and each token{left_out}"
-    provenances = [result.provenance for result in by_name.values()]
+    provenances = [result.provenance for result in results_by_name.values()]
     labels.entitle(fig, labels.heading(title, provenances))
     return fig
 
@@ -117,11 +121,11 @@ def _draw_metric(
     ax: Axes,
     metric: str,
     panel: _Panel,
-    by_name: Mapping[str, TrajectoryResult],
+    results_by_name: Mapping[str, TrajectoryResult],
     positions: Sequence[int],
 ) -> None:
     """Draw one metric of every result: each token's line, and their mean."""
-    for name, result, color in labels.in_colors(by_name):
+    for name, result, color in labels.assign_colors(results_by_name):
         values = getattr(result, metric)
         if values is None:
             continue
@@ -135,6 +139,7 @@ def _draw_metric(
     ax.set(xlabel=panel.x_label, ylabel=panel.y_label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if metric in (_WINDOWED, _BY_DEPTH):
+        # A straight line scores 1, and nothing scores less.
         ax.set_ylim(bottom=1)
     elif metric != "logit_lens_entropy":
         ax.set_yscale("log", nonpositive="mask")
@@ -142,13 +147,13 @@ def _draw_metric(
 
 def _draw_random_steps(
     axes: Mapping[str, Axes],
-    by_name: Mapping[str, TrajectoryResult],
+    results_by_name: Mapping[str, TrajectoryResult],
     windows: Sequence[int],
 ) -> None:
     """Draw what steps in random directions score: √(number of steps)."""
     for window in windows:
         axes[_WINDOWED].axhline(window**0.5, **labels.NULL_LINE)
-    most_layers = max(result.n_layers for result in by_name.values())
+    most_layers = max(result.n_layers for result in results_by_name.values())
     n_steps = np.arange(1, most_layers + 1)
     axes[_BY_DEPTH].plot(
         n_steps - 1, n_steps**0.5, label="random steps", **labels.NULL_LINE
