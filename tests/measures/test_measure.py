@@ -66,7 +66,7 @@ def test_a_measure_of_a_name_is_the_loop(pairs, name):
     A, S = pairs
     measure = measure_named(name)
     assert measure.name == name
-    values = measure.of(A, S[:, None])
+    values = measure.value(A, S[:, None])
     assert torch.equal(values, measure_of(A, S[:, None], name))
     assert torch.equal(values, measure_of(A, S[:, None], measure))
     for i, j in np.ndindex(2, 3):
@@ -89,11 +89,11 @@ def test_bounded_measures_stay_between_0_and_1():
     S = torch.linalg.svdvals(J_1)
     assert [name for name in MEASURES if MEASURES[name].bounded] == list(BOUNDED)
     for name in BOUNDED:
-        values = MEASURES[name].of(A, S)
+        values = MEASURES[name].value(A, S)
         assert bool((values >= 0).all())
         assert bool((values <= 1 + 1e-12).all())
     for name in ("miscoupling", "spectral_miscoupling", "released_norm"):
-        assert float(MEASURES[name].of(A, S).max()) > 1
+        assert float(MEASURES[name].value(A, S).max()) > 1
 
 
 @pytest.mark.parametrize("name", MEASURES)
@@ -113,7 +113,7 @@ def test_options_are_of_the_spectral_measure_alone(pairs):
     for p, absolute in ((1, False), (2, True), (3.5, True)):
         spectral = measure_named("spectral_miscoupling", p=p, absolute=absolute)
         expected = tlc.spectral_miscoupling(A, S[:, None], p, absolute)
-        assert torch.equal(spectral.of(A, S[:, None]), expected)
+        assert torch.equal(spectral.value(A, S[:, None]), expected)
         assert measure_named(spectral) is spectral
         for name in set(MEASURES) - {"spectral_miscoupling"}:
             with pytest.raises(ValueError, match=f"not of '{name}': leave them out"):

@@ -133,6 +133,7 @@ class PromptCoupling(Saved):
             measure: a measure of A, "write_overlap" or "read_overlap".
         """
         k = self._k(k)
+        # Rows of a pair are the first prompt, columns the second: S is read along both.
         S = self.singular_values
         if measure == "write_overlap":
             cosines = self.write_cosines[..., :k, :k]
@@ -140,14 +141,14 @@ class PromptCoupling(Saved):
         if measure == "read_overlap":
             cosines = self.read_cosines[..., :k, :k]
             return nuclear_overlap(cosines, S[:, :, None], S[:, None])
-        return measure_named(measure).of(self.matrices[..., :k, :k], S[:, :, None])
+        return measure_named(measure).value(self.matrices[..., :k, :k], S[:, :, None])
 
     @checked
     def by_layer(
         self, k: int | None = None, measure: PromptMeasure = "coupling"
     ) -> Float[Tensor, " n_layers"]:
         """Return the mean of a measure over pairs of different prompts, by layer."""
-        return self._over_pairs(self.values(k, measure))
+        return self._mean_over_pairs(self.values(k, measure))
 
     @checked
     def mean(self, k: int | None = None, measure: PromptMeasure = "coupling") -> float:
@@ -184,12 +185,13 @@ class PromptCoupling(Saved):
             draws = draws_of_nuclear_overlap(
                 S[:, first, :k],
                 S[:, second, :k],
+                # A draw's bases serve all layers and pairs.
                 n_draws,
                 d_model=self.d_model,
                 generator=seeded(seed),
             )
             return reduce(draws, "draw layer pair -> layer", "mean")
-        of_rows = random_subspace_null(
+        row_nulls = random_subspace_null(
             k,
             measure,
             d_model=self.d_model,
@@ -197,7 +199,7 @@ class PromptCoupling(Saved):
             frobenius_norm=self.frobenius_norms.cpu(),
         )
         # A measure whose null is the same for every J_1 has one number for all rows.
-        return reduce(of_rows.expand(S.shape[:2]), "layer row -> layer", "mean")
+        return reduce(row_nulls.expand(S.shape[:2]), "layer row -> layer", "mean")
 
     @checked
     def null(
@@ -226,6 +228,7 @@ class PromptCoupling(Saved):
             ((4, 4), (2,))
         """
         dataset = super().to_dataset()
+        # `prompts` names the rows. Columns are the same prompts, on another axis.
         dataset = dataset.assign_coords(other_prompt=("col", list(self.prompts)))
         arrays: dict[str, tuple[list[str], Any]] = {}
         for measure in _SAVED_MEASURES:
@@ -242,8 +245,10 @@ class PromptCoupling(Saved):
             f"at k={self.k}: mean coupling {self.mean():.3f}, null {self.null():.3f})"
         )
 
-    def _over_pairs(self, values: PerPrompts) -> Float[Tensor, " n_layers"]:
+    def _mean_over_pairs(self, values: PerPrompts) -> Float[Tensor, " n_layers"]:
         """Return the mean over pairs of different prompts."""
+        # `[n_layers n_pairs]`: a prompt with itself, where every measure is 1, is left
+        # out.
         return values[:, self._differ().to(values.device)].mean(-1)
 
     def _differ(self) -> Bool[Tensor, "n_prompts n_prompts"]:
@@ -311,25 +316,28 @@ def prompt_coupling(
         (torch.Size([1, 4, 4]), 0.293)
     """
     traced = [as_trace(item) for item in traces]
-    common = _in_common(traced)
+    common = _common_provenance(traced)
     k = fitting_k(k, traced[0].d_model)
+    # One layer keeps its axis in the result.
     if isinstance(layers, int):
         layers = [layers]
     selected_layers = chosen_layers(traced[0], layers)
     positions = [trace.position_index(position) for trace in traced]
+    # The bar counts layers, and Jacobians within one have none.
     options = JacobianOptions(chunk_size, max_memory, progress=False)
-    of_layers: list[_OfLayer] = []
+    layer_pairs: list[_LayerPairs] = []
     paths: dict[str, str] = {}
     for layer in with_progress(selected_layers, progress, "layers"):
         decomposed = _decomposed(traced, layer, positions, k, options)
-        of_layers.append(_compared(decomposed, k))
+        layer_pairs.append(_compared(decomposed, k))
+        # What was computed in which way is said of the first prompt, for all.
         paths |= decomposed[0].paths
     return PromptCoupling(
-        matrices=torch.stack([of_layer.matrices for of_layer in of_layers]),
-        write_cosines=torch.stack([of_layer.write_cosines for of_layer in of_layers]),
-        read_cosines=torch.stack([of_layer.read_cosines for of_layer in of_layers]),
-        singular_values=torch.stack([of_layer.S for of_layer in of_layers]),
-        frobenius_norms=torch.stack([of_layer.norms for of_layer in of_layers]),
+        matrices=torch.stack([pairs.matrices for pairs in layer_pairs]),
+        write_cosines=torch.stack([pairs.write_cosines for pairs in layer_pairs]),
+        read_cosines=torch.stack([pairs.read_cosines for pairs in layer_pairs]),
+        singular_values=torch.stack([pairs.S for pairs in layer_pairs]),
+        frobenius_norms=torch.stack([pairs.norms for pairs in layer_pairs]),
         d_model=traced[0].d_model,
         layers=tuple(selected_layers),
         prompts=tuple(prompt_name(trace) for trace in traced),
@@ -345,7 +353,7 @@ def prompt_coupling(
     )
 
 
-class _OfLayer(NamedTuple):
+class _LayerPairs(NamedTuple):
     """What is kept of one layer: matrices of pairs, and the spectrum of each prompt."""
 
     matrices: Float[Tensor, "n n k k"]
@@ -368,31 +376,35 @@ def _decomposed(
         for trace, t in zip(traces, positions, strict=True)
     ]
     decomposed = list(decompose_each(requests, k, options))
-    for of_prompt in decomposed:
-        of_prompt.check_cut()
+    for prompt_jacobian in decomposed:
+        prompt_jacobian.check_cut()
     return decomposed
 
 
-def _compared(decomposed: Sequence[Decomposed], k: int) -> _OfLayer:
+def _compared(decomposed: Sequence[Decomposed], k: int) -> _LayerPairs:
     """Compare one layer's Jacobians on every two prompts."""
-    spectra = Spectrum.cat([of_prompt.leading for of_prompt in decomposed])
+    # All prompts' frames of this layer in one batch.
+    spectra = Spectrum.cat([prompt_jacobian.leading for prompt_jacobian in decomposed])
     n = len(decomposed)
     rows = []
-    for of_prompt in decomposed:
-        J = of_prompt.jacobian(0)
+    for prompt_jacobian in decomposed:
+        J = prompt_jacobian.jacobian(0)
+        # The Jacobian of one prompt in the frames of each: a row of the map.
         rows.append(coupling_matrix(J.expand(n, *J.shape), spectra, k))
     U = spectra.U
     V = spectra.Vh.mT
-    return _OfLayer(
+    return _LayerPairs(
         matrices=torch.stack(rows),
         write_cosines=einsum(U, U, "row d i, col d j -> row col i j"),
         read_cosines=einsum(V, V, "row d i, col d j -> row col i j"),
         S=spectra.S,
-        norms=torch.cat([of_prompt.frobenius_norms for of_prompt in decomposed]),
+        norms=torch.cat(
+            [prompt_jacobian.frobenius_norms for prompt_jacobian in decomposed]
+        ),
     )
 
 
-def _in_common(traces: Sequence[Trace]) -> dict[str, Any]:
+def _common_provenance(traces: Sequence[Trace]) -> dict[str, Any]:
     """Return what the provenances of all traces say alike.
 
     Raises ValueError for fewer than two, one twice, and unless all are of one model,
@@ -404,6 +416,7 @@ def _in_common(traces: Sequence[Trace]) -> dict[str, Any]:
             "across prompts compares them"
         )
     first = traces[0].provenance
+    # A prompt that came twice would make a pair of equal Jacobians.
     prompts = DifferentPrompts()
     for trace in traces:
         check_one_model(first, trace.provenance, "traces")
@@ -411,5 +424,6 @@ def _in_common(traces: Sequence[Trace]) -> dict[str, Any]:
     return {
         name: fact
         for name, fact in first.items()
+        # What differs, such as the texts, is listed by prompt in the result.
         if all(trace.provenance.get(name) == fact for trace in traces)
     }

@@ -41,7 +41,7 @@ _BRANCHES = ("attn_out", "mlp_out", "mlp∘attn", "skip")
 _FEWEST_DRAWS = 200
 _DRAWN_COLUMNS = 2000
 # Numbers in memory at once.
-_AT_ONCE = 2**22
+_MOST_NUMBERS = 2**22
 
 
 @made_by("carriers(trace)")
@@ -177,15 +177,24 @@ class Carriers(Saved):
             raise ValueError(
                 f"an interval needs two draws or more, there is {n_draws}: `n_draws`"
             )
+        # The Jacobian's share is the same in all columns: the first serves all draws.
         excess = (self.null_share - self.jacobian_share[:, :1]).double().cpu()
-        of_rows = excess[..., self.labels.index(label)]
-        is_counted = self._different_layers().cpu() & ~of_rows.isnan().any(1)[:, None]
+        row_excess = excess[..., self.labels.index(label)]
+        # A row whose diagonal is 0 in some draw has no share there: it is left out.
+        is_counted = (
+            self._different_layers().cpu() & ~row_excess.isnan().any(1)[:, None]
+        )
         # What a column would add to the mean, if its vectors were those of the draw.
         weights = is_counted.double() / is_counted.sum()
-        of_cols = einsum(of_rows.nan_to_num(), weights, "row draw, row col -> draw col")
+        column_parts = einsum(
+            row_excess.nan_to_num(), weights, "row draw, row col -> draw col"
+        )
+        # A fixed seed: a result gives the same interval whenever it is asked.
         generator = torch.Generator().manual_seed(0)
-        means = sums_of_draws(of_cols, generator)
-        means = means - _errors_of_the_middle(of_cols.sum(1), len(means), generator)
+        means = sums_of_draws(column_parts, generator)
+        means = means - _errors_of_the_middle(
+            column_parts.sum(1), len(means), generator
+        )
         ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
         low, high = means.quantile(ends).tolist()
         return low, high
@@ -198,6 +207,7 @@ class Carriers(Saved):
             >>> tlc.carriers(trace, k=4).by_branch().labels
             ('attn_out', 'mlp_out', 'mlp∘attn')
         """
+        # A block whose heads cannot be told apart has attn_out already.
         is_attention = torch.tensor(
             [_is_head(label) or label == "attn_out" for label in self.labels],
             device=self.diagonal_share.device,
@@ -235,10 +245,10 @@ class Carriers(Saved):
         import pandas
 
         means = {
-            of: rearrange(
-                self.by_layer(of), "row component -> (row component)"
+            share: rearrange(
+                self.by_layer(share), "row component -> (row component)"
             ).tolist()
-            for of in ("excess", "diagonal_share", "energy_share", "jacobian_share")
+            for share in ("excess", "diagonal_share", "energy_share", "jacobian_share")
         }
         names = [(layer, label) for layer in self.row_layers for label in self.labels]
         table = pandas.DataFrame(names, columns=["layer", "component"])
@@ -263,6 +273,7 @@ class Carriers(Saved):
             f"{len(self.row_layers)} layers, {len(self.labels)} components, k={self.k}"
         )
         start = f"Carriers({self.provenance.get('model')!r}, {size}"
+        # A single layer has no means to show.
         if len(set(self.row_layers) | set(self.col_layers)) < 2:
             return f"{start})"
         merged = self.by_branch()
@@ -273,8 +284,8 @@ class Carriers(Saved):
             strict=True,
         )
         shares = "; ".join(
-            f"{label} {diagonal:.3f} of the diagonal, {of_jacobian:.3f} of J"
-            for label, diagonal, of_jacobian in means
+            f"{label} {diagonal:.3f} of the diagonal, {jacobian:.3f} of J"
+            for label, diagonal, jacobian in means
         )
         return f"{start}; {shares})"
 
@@ -345,18 +356,22 @@ def carriers(
     """
     options = JacobianOptions(chunk_size, max_memory, progress)
     (decomposed,) = decomposed_layers([trace], k, position, layers, options)
+    # Warns where σ_k and σ_{k+1} are equal: the frames are arbitrary there.
     decomposed.check_cut()
     leading = decomposed.leading
+    # Frames are rows on both sides; those of Vh are rows as torch gives them.
     left = rearrange(leading.U, "col d k -> col k d")
     right = leading.Vh
     if orientation == "vju":
         left, right = right, left
     generator = seeded(seed)
     n_draws = n_draws or max(_FEWEST_DRAWS, _DRAWN_COLUMNS // k)
+    # The frames of a draw are the same for all rows, which are compared in it.
     random_frames = random_rotations(
         2, n_draws, trace.d_model, columns=k, generator=generator
     )
     drawn_left, drawn_right = random_frames.mT.to(leading.Vh)
+    # Measured and random frames in one batch: each block is read once for both.
     frames = _Frames(torch.cat([left, drawn_left]), torch.cat([right, drawn_right]))
     paths: dict[str, str] = {}
     rows: list[_Shares] = []
@@ -370,15 +385,16 @@ def carriers(
         paths[str(connection)] = path
         rows.append(_shares(components, decomposed.jacobian(i), frames))
     labels = _all_labels(shares.labels for shares in rows)
+    # Behind the columns that were measured stand the random ones.
     n_cols = len(connections)
     diagonal = _stacked([shares.diagonal for shares in rows], rows, labels)
     energy = _stacked([shares.energy for shares in rows], rows, labels)
-    of_jacobian = _stacked([shares.jacobian for shares in rows], rows, labels)
+    jacobian_share = _stacked([shares.jacobian for shares in rows], rows, labels)
     layer_numbers = tuple(connection.layer for connection in connections)
     return Carriers(
         diagonal_share=diagonal[:, :n_cols],
         energy_share=energy[:, :n_cols],
-        jacobian_share=of_jacobian[:, None].expand(-1, n_cols, -1).contiguous(),
+        jacobian_share=jacobian_share[:, None].expand(-1, n_cols, -1).contiguous(),
         null_share=diagonal[:, n_cols:],
         labels=labels,
         row_layers=layer_numbers,
@@ -416,6 +432,7 @@ class _Shares(NamedTuple):
 def _shares(
     components: Components, J: Float[Tensor, "d_model d_model"], frames: _Frames
 ) -> _Shares:
+    # `[n_frames k k]`, and of the components `[n_frames component k k]`.
     A = frames.left @ J @ frames.right.mT
     A_c = components.between(frames.left, frames.right)
     return _Shares(
@@ -427,20 +444,21 @@ def _shares(
 
 
 def _errors_of_the_middle(
-    of_draws: Float[Tensor, " n_draws"], n: int, generator: torch.Generator
+    draws: Float[Tensor, " n_draws"], n: int, generator: torch.Generator
 ) -> Float[Tensor, " n"]:
     """Draw as many draws again, n times, and say how far their mean is from the first."""
-    n_draws = len(of_draws)
+    n_draws = len(draws)
     errors = []
-    for some in torch.arange(n).split(max(1, _AT_ONCE // n_draws)):
+    for some in torch.arange(n).split(max(1, _MOST_NUMBERS // n_draws)):
         again = torch.randint(n_draws, (len(some), n_draws), generator=generator)
-        errors.append(of_draws[again].mean(1) - of_draws.mean())
+        errors.append(draws[again].mean(1) - draws.mean())
     return torch.cat(errors)
 
 
-def _all_labels(of_layers: Iterable[Sequence[str]]) -> tuple[str, ...]:
+def _all_labels(labels_by_layer: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the labels that any layer has: heads by number, then the others."""
-    labels = {label for of_layer in of_layers for label in of_layer}
+    labels = {label for own_labels in labels_by_layer for label in own_labels}
+    # By number, not by letters: H10 comes behind H9.
     heads = sorted(filter(_is_head, labels), key=lambda label: int(label[1:]))
     return (*heads, *(label for label in _BRANCHES if label in labels))
 
@@ -456,7 +474,8 @@ def _stacked(
 ) -> Float[Tensor, "n_rows *any component"]:
     """Stack what layers have, with 0 for components that a layer lacks."""
     stacked = values[0].new_zeros(len(values), *values[0].shape[:-1], len(labels))
-    for row, shares, of_row in zip(stacked, rows, values, strict=True):
+    for row, shares, row_values in zip(stacked, rows, values, strict=True):
+        # Layers may lack components, and lie on several devices.
         places = [labels.index(label) for label in shares.labels]
-        row[..., places] = of_row.to(row.device)
+        row[..., places] = row_values.to(row.device)
     return stacked

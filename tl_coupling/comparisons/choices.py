@@ -10,6 +10,7 @@ from tl_coupling.traces import Trace
 
 def free_end(trace: Trace, fixed: Literal["input", "output"], position: int) -> range:
     """Return the tokens on which a fixed input acts, or which act on a fixed output."""
+    # Where attention reads both ways every token acts on every other.
     if not trace.is_causal:
         return range(trace.n_pos)
     if fixed == "input":
@@ -38,18 +39,21 @@ def neighbours(
         >>> tlc.comparisons.neighbours(trace), tlc.comparisons.neighbours(trace, layer=1)
         ((0, 1), (1, 1))
     """
+    # The middle of the depth, unless the caller says where.
     second = trace.n_layers // 2
     if other_layer is not None:
         second = trace.layer_index(other_layer, "other_layer")
+    # The first layer has none before it, and is compared with itself.
     first = max(0, second - 1)
     if layer is not None:
         first = trace.layer_index(layer)
     if other_layer is None:
+        # The last layer has none behind it.
         second = min(first + 1, trace.n_layers - 1)
     return first, second
 
 
-def at_both_layers(
+def layer_connections(
     trace: Trace, layer: int, other_layer: int | None, ends: list[tuple[int, int, int]]
 ) -> list[list[Connection]]:
     """Return the same tokens' connections at each of two layers.
@@ -78,6 +82,7 @@ def chosen_positions(
     if positions is None:
         selected = list(allowed)
     else:
+        # Negative positions are counted from 0 before they are compared.
         selected = [trace.position_index(t, "positions") for t in positions]
     if forbidden := [t for t in selected if t not in allowed]:
         raise ValueError(

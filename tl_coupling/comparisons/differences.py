@@ -187,10 +187,12 @@ def compare(
         >>> comparison.paired, comparison.n_prompts
         (True, (4, 4))
     """
-    first = _Side.of(a, "a", k, measure)
-    second = _Side.of(b, "b", first.k, measure)
+    # The first map of `a` says which k is compared, unless the caller does.
+    first = _Side.from_maps(a, "a", k, measure)
+    second = _Side.from_maps(b, "b", first.k, measure)
     sides = [first, second]
     for name in _SHARED:
+        # Pairs of layers are compared one by one: both sides need the same.
         values = getattr(first, name), getattr(second, name)
         if values[0] != values[1]:
             raise ValueError(_differ_in(name, *values))
@@ -200,18 +202,19 @@ def compare(
             "some prompts are there at several positions, which are not independent: "
             "intervals take each of them for a prompt, and may be too narrow"
         )
+    # The same statistic for each pair of layers, and for the mean over pairs.
     difference_of = paired_difference if is_paired else unpaired_difference
-    of_pairs = difference_of(np.stack(first.values), np.stack(second.values))
-    of_means = difference_of(np.array(first.means), np.array(second.means))
+    pair_difference = difference_of(np.stack(first.values), np.stack(second.values))
+    difference_of_means = difference_of(np.array(first.means), np.array(second.means))
     return Comparison(
-        values=_tensor([of_pairs.first, of_pairs.second]),
-        differences=_tensor(of_pairs.estimate),
-        intervals=_tensor([of_pairs.low, of_pairs.high]),
-        corrected_p=_corrected_p(of_pairs, first.own_pairs),
-        means=_tensor([of_means.first, of_means.second]),
-        mean_interval=_tensor([of_means.low, of_means.high]),
-        mean_p=float(of_means.p),
-        degrees_of_freedom=float(of_means.degrees_of_freedom),
+        values=_tensor([pair_difference.first, pair_difference.second]),
+        differences=_tensor(pair_difference.estimate),
+        intervals=_tensor([pair_difference.low, pair_difference.high]),
+        corrected_p=_corrected_p(pair_difference, first.own_pairs),
+        means=_tensor([difference_of_means.first, difference_of_means.second]),
+        mean_interval=_tensor([difference_of_means.low, difference_of_means.high]),
+        mean_p=float(difference_of_means.p),
+        degrees_of_freedom=float(difference_of_means.degrees_of_freedom),
         nulls=_tensor([np.mean(side.nulls) for side in sides]),
         paired=is_paired,
         n_prompts=(len(first.values), len(second.values)),
@@ -233,6 +236,7 @@ class _Side:
         self.col_layers = first_map.col_layers
         self.k = first_map.k if k is None else k
         self.own_pairs = first_map.own_pairs().cpu().numpy()
+        # A copy: prompts and positions are written into it.
         self.provenance = dict(first_map.provenance)
         self.prompts: list[object] = []
         self.positions: list[int] = []
@@ -241,7 +245,7 @@ class _Side:
         self.nulls: list[float] = []
 
     @classmethod
-    def of(
+    def from_maps(
         cls,
         maps: CouplingMap | Iterable[object],
         name: str,
@@ -266,6 +270,7 @@ class _Side:
                     f"`{name}` is a mean over prompts, which keeps no single "
                     "prompts: give the maps of the prompts, in a list"
                 )
+            # All other maps must be as the first is.
             side = side or cls(result, k)
             check_one_model(side.provenance, result.provenance, name)
             side.add(result, name, measure)
@@ -305,6 +310,7 @@ class _Side:
         self.values.append(
             result.values(self.k, measure).detach().cpu().double().numpy()
         )
+        # The mean is taken of each prompt, so that its spread over prompts is known.
         self.means.append(result.mean(self.k, measure, off_diagonal=off_diagonal))
         self.nulls.append(result.null(self.k, measure, off_diagonal=off_diagonal))
 
@@ -321,6 +327,7 @@ def _differ_in(name: str, first: object, second: object) -> str:
 
 def _prompt_of(result: CouplingMap) -> object:
     """Return what tells a prompt from others: its text, or else its image or tokens."""
+    # The first that is known tells: text, name, pixels, tokens.
     image = result.provenance.get("image", {})
     # Two models may prepare one image in different ways.
     told_by = [
@@ -355,10 +362,11 @@ def _are_paired(first: _Side, second: _Side, paired: bool | None) -> bool:
         are_same = first.prompts_and_positions == second.prompts_and_positions
     if are_same:
         return True
-    in_both = [prompt for prompt in first.prompts if prompt in second.prompts]
-    if in_both:
+    # Half paired is neither: Welch's interval takes the samples to be independent.
+    shared_prompts = [prompt for prompt in first.prompts if prompt in second.prompts]
+    if shared_prompts:
         raise ValueError(
-            f"`a` and `b` share {len(in_both)} of {len(first.prompts)} and "
+            f"`a` and `b` share {len(shared_prompts)} of {len(first.prompts)} and "
             f"{len(second.prompts)} prompts, or have them in another order or at other "
             "positions: give the same prompts and positions in the same order, or sets "
             "without a common prompt"
@@ -369,6 +377,7 @@ def _are_paired(first: _Side, second: _Side, paired: bool | None) -> bool:
 def _corrected_p(
     difference: Difference, own_pairs: Bool[np.ndarray, "n_rows n_cols"]
 ) -> PerPair:
+    # A layer with itself is no comparison, and must not count in the correction.
     corrected = np.full(own_pairs.shape, np.nan)
     corrected[~own_pairs] = holm(difference.p[~own_pairs])
     return _tensor(corrected)

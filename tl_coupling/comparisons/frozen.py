@@ -153,6 +153,7 @@ def frozen_coupling(
     t = trace.position_index(position)
     connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
     k = fitting_k(k, trace.d_model)
+    # Without the norms of blocks that normalise the stream, as in `depth_coupling`.
     functions: tuple[AnyFunction, ...] = ("branches", "frozen")
     options = JacobianOptions(chunk_size=chunk_size, progress=progress)
     request = Request(trace, connections)
@@ -161,6 +162,7 @@ def frozen_coupling(
         for function in functions
         for decomposed in decompose_each([request], k, options, function=function)
     ]
+    # Each map compares Jacobians of its own kind: J with J, and J⁺ with J⁺.
     maps = [depth_maps(each, (orientation,))[orientation] for each in (full, frozen)]
     differences = [
         torch.linalg.matrix_norm(full.jacobian(i) - frozen.jacobian(i))
@@ -172,6 +174,7 @@ def frozen_coupling(
         frobenius_norms=torch.stack([each.frobenius_norms for each in maps]),
         differences=torch.stack(differences) / full.frobenius_norms,
         layers=maps[0].row_layers,
+        # Tokens count from 0 in a result, whatever the caller wrote.
         position=t,
         d_model=trace.d_model,
         orientation=orientation,

@@ -90,6 +90,7 @@ class HeadCoupling(Saved):
     @property
     def largest_of_null(self) -> float:
         """The largest coupling of a head in random singular vectors."""
+        # A head that adds nothing has no coupling: NaN would be the largest.
         return float(self.null_coupling.nan_to_num(0).max())
 
     @property
@@ -115,6 +116,7 @@ class HeadCoupling(Saved):
             ... )
             True
         """
+        # Below any coupling, so that pairs of one layer are never among the n.
         values = self.coupling.nan_to_num(0).where(self._different_layers(), -1.0)
         n_pairs = int((values > 0).sum())
         places = values.flatten().topk(min(n, n_pairs)).indices.tolist()
@@ -129,15 +131,17 @@ class HeadCoupling(Saved):
 
         NaN for a layer with itself; layers in the order of `layers`.
         """
+        # `max` over a layer would be NaN where one head of it has no coupling.
         values = self.coupling.nan_to_num(0)
+        # Each layer once, in order: `layers` has an entry for each head.
         names = list(dict.fromkeys(self.layers))
-        of_head = torch.tensor(self.layers, device=values.device)
+        layer_of_head = torch.tensor(self.layers, device=values.device)
         result = values.new_full((len(names), len(names)), torch.nan)
         for row, layer in enumerate(names):
             for col, other in enumerate(names):
                 if layer != other:
-                    result[row, col] = values[of_head == layer][
-                        :, of_head == other
+                    result[row, col] = values[layer_of_head == layer][
+                        :, layer_of_head == other
                     ].max()
         return result
 
@@ -231,20 +235,25 @@ def head_coupling(
     layer_of_head: list[int] = []
     decomposed: list[_Factored] = []
     for layer in with_progress(selected_layers, progress, "heads of blocks"):
+        # As in `depth_coupling`: without the norms that a block applies to the stream.
         parts = block_parts(trace, layer, t, function="branches")
-        of_layer = [label for label in parts.labels if _is_attention(label, layer)]
-        labels += of_layer
-        layer_of_head += [layer] * len(of_layer)
-        J = torch.stack([parts[label] for label in of_layer])
+        attention_labels = [
+            label for label in parts.labels if _is_attention(label, layer)
+        ]
+        labels += attention_labels
+        layer_of_head += [layer] * len(attention_labels)
+        J = torch.stack([parts[label] for label in attention_labels])
         decomposed.append(_factored(J))
     heads = _joined(decomposed)
     has_vectors = _have_enough(heads, k, labels)
+    # The frames on the left and on the right of J_1.
     if orientation == "vju":
         frames = (heads.V[..., :k], heads.U[..., :k])
     else:
         frames = (heads.U[..., :k], heads.V[..., :k])
     n_heads, d_model, _ = heads.U.shape
     generator = seeded(seed)
+    # As many frames as there are heads: see `null_coupling`.
     random_frames = random_rotations(
         2, n_heads, d_model, columns=k, generator=generator
     ).to(heads.U)
@@ -268,7 +277,9 @@ def _is_attention(label: str, layer: int) -> bool:
 def _factored(J: Float[Tensor, "n_heads d d"]) -> _Factored:
     """Decompose the heads of one layer."""
     U, S, Vh = torch.linalg.svd(J)
+    # A head that is 0 has 0 / 0 here, and so no direction.
     is_there = S / S[:, :1] > _RANK_TOLERANCE
+    # One column stays where all heads of a layer are 0.
     rank = max(1, int(is_there.sum(-1).max()))
     return _Factored(
         U[..., :rank], (S * is_there)[..., :rank], Vh[:, :rank].mT.contiguous()
@@ -280,11 +291,12 @@ def _joined(parts: Sequence[_Factored]) -> _Factored:
     most = max(part.S.shape[-1] for part in parts)
 
     def padded(X: Tensor) -> Tensor:
+        # Zeros add nothing to A, and are not counted as rank.
         return torch.nn.functional.pad(X, (0, most - X.shape[-1]))
 
     U, S, V = (
-        torch.cat([padded(X) for X in of_layers])
-        for of_layers in zip(*parts, strict=True)
+        torch.cat([padded(X) for X in layer_factors])
+        for layer_factors in zip(*parts, strict=True)
     )
     return _Factored(U, S, V)
 
@@ -325,10 +337,12 @@ def _coupling(
     U_all = rearrange(U_2, "frame d k -> d (frame k)")
     V_all = rearrange(V_2, "frame d k -> d (frame k)")
     rows = []
+    # `A = (U_2ᵀ U) S (Vᵀ V_2)` through the head's rank: J is never formed again.
     for U, S, V in zip(*heads, strict=True):
         left = rearrange(S[:, None] * (U.mT @ U_all), "r (f k) -> f r k", f=n_frames)
         right = rearrange(V.mT @ V_all, "r (f k) -> f r k", f=n_frames)
         A = einsum(left, right, "f r i, f r j -> f i j")
+        # The measure would warn of a head that is 0 once for all frames; NaN says it.
         if bool((S == 0).all()):
             rows.append(A.new_full((n_frames,), torch.nan))
         else:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 PerPair = Float[Tensor, "n_rows n_cols"]
 # What is saved and tabulated of every pair at every k.
-_BY_K = ("coupling", "normalized_miscoupling", "null")
+_TABULATED = ("coupling", "normalized_miscoupling", "null")
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
 
@@ -137,8 +137,8 @@ class CouplingMap(Saved):
         `options` (`p`, `absolute`) are those of `spectral_miscoupling`.
         """
         A = self.at(k)
-        of_pairs = measure_named(measure, **options)
-        return of_pairs.of(A, self.singular_values[:, None])
+        named_measure = measure_named(measure, **options)
+        return named_measure.value(A, self.singular_values[:, None])
 
     @checked
     def coupling(self, k: int | None = None) -> PerPair:
@@ -223,6 +223,7 @@ class CouplingMap(Saved):
         if not off_diagonal:
             own_values = self.values(k, measure, **options).cpu().to(nulls)
             return float(nulls.where(~own, own_values).nanmean())
+        # A map of one connection has no other pairs: its null is that of its own.
         left_to_chance = nulls if own.all() else nulls[~own]
         return float(left_to_chance.nanmean())
 
@@ -266,7 +267,7 @@ class CouplingMap(Saved):
         k = self._k(k)
         # Refuses what a mean over prompts does not hold.
         nulls = self._nulls(k, measure, within, options)
-        of_pairs = measure_named(measure, **options)
+        named_measure = measure_named(measure, **options)
         different = ~self.own_pairs().cpu()
         generator = seeded(seed)
         S_1 = self.singular_values.cpu().double()
@@ -275,12 +276,14 @@ class CouplingMap(Saved):
         if within == "space":
             norms = self.frobenius_norms.cpu()
             draws = draws_in_space(
-                of_pairs,
+                named_measure,
                 k,
                 n_draws,
                 self.d_model,
                 S_1,
                 norms,
+                # In the whole space a null depends on J_1 alone: any column has them
+                # all.
                 nulls[:, 0].double(),
                 generator,
             )
@@ -291,7 +294,7 @@ class CouplingMap(Saved):
             A = self.at(k).cpu().double()
             paired = within == "pairs"
             draws = draws_in_spans(
-                of_pairs,
+                named_measure,
                 A,
                 S_1,
                 nulls.double(),
@@ -304,21 +307,24 @@ class CouplingMap(Saved):
         if not off_diagonal:
             values = self.values(k, measure, **options).cpu()
             own_values = values[~different].double()
+            # The mean over all pairs: what is left to chance, and the own pairs as
+            # measured.
             means = (means * different.sum() + own_values.nansum()) / different.numel()
         ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
         low, high = means.quantile(ends).tolist()
         return low, high
 
     def _nulls(
-        self, k: int, measure: AnyMeasure, within: Null, options: Options
+        self, k: int, measure: AnyMeasure, null_kind: Null, options: Options
     ) -> PerPair:
         """Return the null of every pair, on the CPU."""
         S_1 = self.singular_values.cpu()
-        if within != "space":
+        if null_kind != "space":
             A = self.at(k).cpu()
-            paired = within == "pairs"
+            paired = null_kind == "pairs"
+            # Rows are the J_1: every column of a row has the same singular values.
             return rotation_null(A, S_1[:, None], measure, paired=paired, **options)
-        of_rows = random_subspace_null(
+        row_nulls = random_subspace_null(
             k,
             measure,
             d_model=self.d_model,
@@ -327,7 +333,8 @@ class CouplingMap(Saved):
             **options,
         )
         # A measure whose null is the same for every J_1 has one number for all rows.
-        return of_rows.expand(len(S_1))[:, None].expand(self.matrices.shape[:2])
+        # One row of nulls serves all columns: frames of the null do not depend on them.
+        return row_nulls.expand(len(S_1))[:, None].expand(self.matrices.shape[:2])
 
     @checked
     def locality_profile(
@@ -343,6 +350,7 @@ class CouplingMap(Saved):
         col_layers = torch.tensor(self.col_layers)
         distances = (row_layers[:, None] - col_layers).abs().to(values.device)
         means = [
+            # Over no pair at all this is NaN.
             values[distances == distance].mean()
             for distance in range(int(distances.max()) + 1)
         ]
@@ -379,6 +387,7 @@ class CouplingMap(Saved):
             (torch.Size([2]), [True, False])
         """
         layers = self.row_layers if of == "jacobian" else self.col_layers
+        # A map of tokens has the same layer in every row, and so no profile.
         if layers.count(layer) != 1:
             side = "rows" if of == "jacobian" else "columns"
             raise ValueError(
@@ -411,8 +420,8 @@ class CouplingMap(Saved):
             return dataset
         dataset = dataset.assign_coords(k=list(range(1, self.k + 1)))
         values = {
-            name: (["k", "row", "col"], of_pairs.cpu().numpy())
-            for name, of_pairs in self._at_every_k().items()
+            name: (["k", "row", "col"], pair_values.cpu().numpy())
+            for name, pair_values in self._values_at_every_k().items()
         }
         return dataset.assign(values)
 
@@ -431,25 +440,28 @@ class CouplingMap(Saved):
             >>> len(table), round(float(table["null"].min()), 3)
             (8, 0.134)
         """
+        # They are coordinates of the dataset, and become columns of the table.
         names = ["row_layer", "row_position", "col_layer", "col_position"]
         data = self.to_dataset()
         if ks is not None:
             data = data.sel(k=[self._k(k) for k in ks])
-        columns = [*_BY_K, *names]
+        columns = [*_TABULATED, *names]
         table = data.reset_coords()[columns].to_dataframe().reset_index()
-        table = table[["k", *names, *_BY_K]]
+        table = table[["k", *names, *_TABULATED]]
         return table.assign(
             model=self.provenance.get("model"), prompt=self.provenance.get("prompt")
         )
 
-    def _at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
-        """Return each of `_BY_K`, of every pair at every k."""
+    def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
+        """Return each of `_TABULATED`, of every pair at every k."""
         rows = zip(self.matrices, self.singular_values, strict=True)
+        # `[n_measures k n_cols]` of each row; rows become the third axis.
         values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
         nulls = nulls_at_every_k(
             self.singular_values.cpu(), self.frobenius_norms.cpu(), self.d_model
         )
-        return _by_k(values, nulls[..., None].expand(values.shape))
+        # Nulls are `[n_measures k n_rows]`, the same for every column.
+        return _tabulated_values(values, nulls[..., None].expand(values.shape))
 
     def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:
         """Say which pairs compare a connection with itself.
@@ -457,6 +469,7 @@ class CouplingMap(Saved):
         They are the diagonal of a depth map.
         """
         device = self.matrices.device
+        # A connection is named by its layer and position, `[2 n_rows]`.
         rows = torch.tensor((self.row_layers, self.row_positions), device=device)
         cols = torch.tensor((self.col_layers, self.col_positions), device=device)
         is_same = rows[:, :, None] == cols[:, None, :]
@@ -465,6 +478,7 @@ class CouplingMap(Saved):
 
     def __repr__(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
+        # A single connection meets itself alone, and has a mean over that pair only.
         has_other_pairs = not self.own_pairs().all()
         return (
             f"{type(self).__name__}({self.kind}, {self.provenance.get('model')!r}, "
@@ -481,11 +495,11 @@ class CouplingMap(Saved):
         return k
 
 
-def _by_k(
+def _tabulated_values(
     values: Float[Tensor, "n_measures k n_rows n_cols"],
     nulls: Float[Tensor, "n_measures k n_rows n_cols"],
 ) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
-    """Return each of `_BY_K` from all measures and their nulls."""
+    """Return each of `_TABULATED` from all measures and their nulls."""
     names = list(MEASURES)
     coupling = names.index("coupling")
     return {

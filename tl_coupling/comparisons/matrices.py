@@ -58,8 +58,10 @@ def jacobian_coupling(
         raise ValueError("`J` is empty: wanted at least one matrix")
     connections = [Connection(layer, position, position, position) for layer in names]
     decomposed = Decomposed.of(J, connections, k)
+    # Without a trace nothing else says which matrix a warning is about.
     check_cut(decomposed.spectra.S, k, [f"layer {layer}" for layer in names])
     coupled = couple(decomposed, decomposed, (orientation,))
+    # `pairs` reads it off the trace, which these Jacobians do not have.
     full_provenance = {**(provenance or {}), "svd": decomposed.spectra.method}
     maps = maps_of(coupled, decomposed, decomposed, "depth", full_provenance)
     return maps[orientation]

@@ -21,7 +21,7 @@ from tl_coupling.measures import (
 )
 
 # What all maps must have in common for a mean; of the provenance, and of the map.
-_OF_TRACE = (
+_TRACE_FACTS = (
     "model",
     "checkpoint",
     "untrained",
@@ -31,8 +31,8 @@ _OF_TRACE = (
     "fixed",
     "normalising_layers",
 )
-_OF_MAP = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
-_FROM_THE_END = "positions from the end"
+_MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
+_END_POSITIONS = "positions from the end"
 # What maps of two prompts say alike, by name.
 Facts = dict[str, Any]
 
@@ -111,13 +111,15 @@ class MeanCouplingMap(CouplingMap):
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """
         prompts: list[str | None] = []
+        # A dictionary as an ordered set: each remark once, as it first came.
         remarks: dict[str, None] = {}
         common: Facts = {}
-        moments = _RunningMoments(with_deviation=("means", "of_mean"))
+        moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
         for result in maps:
             _check_is_of_one_prompt(result)
             facts = _facts(result)
-            common = _in_common(common or facts, facts)
+            # The first map has everything in common with itself.
+            common = _common_facts(common or facts, facts)
             prompts.append(result.provenance.get("prompt"))
             remarks |= dict.fromkeys(result.provenance.get("remarks", ()))
             moments.add(_averaged(result))
@@ -125,6 +127,7 @@ class MeanCouplingMap(CouplingMap):
             raise ValueError(
                 "there are no maps to take the mean of: wanted at least one"
             )
+        # `result` is the last map from here on: it has what all have alike.
         row_positions, col_positions = _common_positions(common)
         provenance = {
             name: fact for name, fact in common.items() if name in result.provenance
@@ -132,16 +135,17 @@ class MeanCouplingMap(CouplingMap):
         provenance |= {"prompts": prompts, "remarks": list(remarks)}
         tensors = moments.means | {
             "spreads": moments.standard_deviation("means"),
-            "spreads_of_mean": moments.standard_deviation("of_mean"),
+            "spreads_of_mean": moments.standard_deviation("mean_over_pairs"),
         }
-        del tensors["of_mean"]
+        del tensors["mean_over_pairs"]
+        # Sums are float64 where a measure is; a mean has the precision of its maps.
         averaged = {name: x.to(result.matrices) for name, x in tensors.items()}
-        of_all = vars(result) | {
+        shared_fields = vars(result) | {
             "row_positions": row_positions,
             "col_positions": col_positions,
             "provenance": provenance,
         }
-        return cls(**of_all | averaged)
+        return cls(**shared_fields | averaged)
 
     @checked
     def values(
@@ -162,8 +166,9 @@ class MeanCouplingMap(CouplingMap):
         """Return the standard deviation over the prompts of their `mean(k, measure)`."""
         return float(self._held(self.spreads_of_mean, k, measure, {}))
 
-    def _at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
+    def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
         """Return the mean over the prompts of each."""
+        # Read from the means: `matrices` are of |A|, and have no measures of A.
         coupling = self.measures.index("coupling")
         null = self.nulls[coupling]
         return {
@@ -175,20 +180,20 @@ class MeanCouplingMap(CouplingMap):
         }
 
     def _nulls(
-        self, k: int, measure: AnyMeasure, within: Null, options: Options
+        self, k: int, measure: AnyMeasure, null_kind: Null, options: Options
     ) -> PerPair:
         """Return the mean null, for every pair."""
-        if within != "space":
+        if null_kind != "space":
             raise ValueError(
                 "a mean over prompts holds the null 'space' only, "
-                f"got within={within!r}: ask map by map"
+                f"got within={null_kind!r}: ask map by map"
             )
         null = self._held(self.nulls, k, measure, options).cpu()
         return null.expand(self.matrices.shape[:2])
 
     def _held(
         self,
-        of_measures: Float[Tensor, "n_measures k *pair"],
+        values_by_measure: Float[Tensor, "n_measures k *pair"],
         k: int | None,
         measure: AnyMeasure,
         options: Options,
@@ -200,7 +205,8 @@ class MeanCouplingMap(CouplingMap):
                 f"this mean was saved by an earlier version, without {name!r}: "
                 "measure again"
             )
-        return of_measures[self.measures.index(name), self._k(k) - 1]
+        # The axis of k starts at k = 1.
+        return values_by_measure[self.measures.index(name), self._k(k) - 1]
 
 
 class _RunningMoments:
@@ -209,10 +215,10 @@ class _RunningMoments:
     By Welford's update: no difference of large sums is taken.
     """
 
-    def __init__(self, with_deviation: Collection[str]) -> None:
+    def __init__(self, deviation_names: Collection[str]) -> None:
         self.n = 0
         self.means: dict[str, Tensor] = {}
-        self._with_deviation = with_deviation
+        self._deviation_names = deviation_names
         self._squared_deviations: dict[str, Tensor] = {}
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
@@ -223,7 +229,8 @@ class _RunningMoments:
                 self.means[name] = torch.zeros_like(x)
             deviation = x - self.means[name]
             self.means[name] += deviation / self.n
-            if name in self._with_deviation:
+            if name in self._deviation_names:
+                # The deviation from the old mean times that from the new one.
                 squared = deviation * (x - self.means[name])
                 total = self._squared_deviations.get(name, 0)
                 self._squared_deviations[name] = total + squared
@@ -238,6 +245,8 @@ def _name_of_a_mean(measure: AnyMeasure, options: Options) -> MeasureName:
     has_options = measure_named(measure).takes_options
     if not options or (has_options and options.keys() <= {"p", "absolute"}):
         formula = measure_named(measure, **options).formula
+        # Options may spell a measure that is held under a name of its own: p = 1 and
+        # absolute values are "released_trace".
         for name, registered in MEASURES.items():
             if registered.formula == formula:
                 return name
@@ -256,26 +265,28 @@ def _check_is_of_one_prompt(result: object) -> None:
 
 def _facts(result: CouplingMap) -> Facts:
     """Return what maps over which a mean is taken may or must have in common."""
+    # Prompts of several lengths agree where tokens are counted from the end.
     n_tokens = len(result.provenance.get("tokens", ()))
     positions = result.row_positions, result.col_positions
-    from_the_end = tuple(tuple(t - n_tokens for t in side) for side in positions)
+    end_positions = tuple(tuple(t - n_tokens for t in side) for side in positions)
     # Maps of earlier versions do not say: they compared block(X) − X.
     normalising = set(result.provenance.get("normalising_layers", ()))
     compared_layers = {*result.row_layers, *result.col_layers}
     return result.provenance | {
-        **{name: getattr(result, name) for name in _OF_MAP},
+        **{name: getattr(result, name) for name in _MAP_FACTS},
+        # Only of the layers compared: of others it makes no difference.
         "normalising_layers": sorted(compared_layers & normalising),
         "positions": positions,
-        _FROM_THE_END: from_the_end,
+        _END_POSITIONS: end_positions,
     }
 
 
-def _in_common(common: Facts, facts: Facts) -> Facts:
+def _common_facts(common: Facts, facts: Facts) -> Facts:
     """Return what one more map has in common with all before.
 
     Raises ValueError where it differs in what a mean needs to be of one thing.
     """
-    for name in (*_OF_TRACE, *_OF_MAP):
+    for name in (*_TRACE_FACTS, *_MAP_FACTS):
         if common.get(name) != facts.get(name):
             raise ValueError(
                 f"the maps must have the same {name}, "
@@ -298,7 +309,7 @@ def _in_common(common: Facts, facts: Facts) -> Facts:
 
 def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the positions of rows and columns, from the beginning or from the end."""
-    positions = common.get("positions", common.get(_FROM_THE_END))
+    positions = common.get("positions", common.get(_END_POSITIONS))
     if positions is None:
         raise ValueError(
             "the maps must be of the same positions, "
@@ -311,11 +322,13 @@ def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _averaged(result: CouplingMap) -> dict[str, Tensor]:
     """Return what is averaged: `|A|`, J_1's spectra and, for every k, each measure.
 
-    Of each measure also its null and its mean over pairs, `of_mean`.
+    Of each measure also its null and its mean over pairs, `mean_over_pairs`.
     """
+    # Row by row: one J_1 has one set of singular values for all columns.
     rows = zip(result.matrices, result.singular_values, strict=True)
     values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
     own = result.own_pairs()
+    # A map of one connection has its own pair only.
     is_counted = own if own.all() else ~own
     nulls_of_rows = nulls_at_every_k(
         result.singular_values.cpu(), result.frobenius_norms.cpu(), result.d_model
@@ -327,6 +340,6 @@ def _averaged(result: CouplingMap) -> dict[str, Tensor]:
         "singular_values": result.singular_values,
         "frobenius_norms": result.frobenius_norms,
         "means": values,
-        "of_mean": values[..., is_counted].nanmean(-1),
+        "mean_over_pairs": values[..., is_counted].nanmean(-1),
         "nulls": nulls[..., is_counted.cpu()].nanmean(-1).to(values),
     }

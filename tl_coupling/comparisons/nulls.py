@@ -24,9 +24,10 @@ from tl_coupling.measures import (
     random_rotations,
 )
 
+# A 95 % interval has 200 of so many sums beyond each of its ends.
 _N_SUMS = 8000
 # Numbers in memory at once.
-_AT_ONCE = 2**22
+_MOST_NUMBERS = 2**22
 # With their middle known, draws leave unknown how far the ends are from it. For a normal
 # mean over many columns that is a share `1 / √(8 n)` of the width, and a quantile of one
 # column alone has about two times the error of four columns.
@@ -36,12 +37,12 @@ _DRAWS_OF_ALL_COLUMNS = 1600
 Connection = tuple[int, int]
 
 
-def draws_needed(n_cols: int, within: Null) -> int:
+def draws_needed(n_cols: int, null_kind: Null) -> int:
     """Return how many draws leave the ends known to a twentieth of their distance.
 
     In the whole space all columns share the same draws, within spans each has its own.
     """
-    return max(_FEWEST_DRAWS[within], _DRAWS_OF_ALL_COLUMNS // n_cols)
+    return max(_FEWEST_DRAWS[null_kind], _DRAWS_OF_ALL_COLUMNS // n_cols)
 
 
 def draws_in_space(
@@ -69,6 +70,7 @@ def draws_in_space(
     """
     drawn = []
     for _ in range(n):
+        # One draw at a time: A of all rows is `[1 n_rows k k]`.
         A = draws_of_random_subspaces(
             k,
             1,
@@ -77,8 +79,9 @@ def draws_in_space(
             frobenius_norm=frobenius_norms,
             generator=generator,
         )
-        drawn.append(measure.of(A[0], S_1))
+        drawn.append(measure.value(A[0], S_1))
     values = torch.stack(drawn)
+    # Moved to the closed form, which knows better where they lie: see above.
     values = values + (nulls - measure.root_mean_square(values))
     return values.sort(0).values.nanmean(1, keepdim=True)
 
@@ -110,10 +113,11 @@ def draws_in_spans(
     drawn = []
     for _ in range(n):
         left = random_rotations(n_cols, k, generator=generator)
+        # Turned alike, a left direction keeps the right one that belongs to it.
         right = left
         if not paired:
             right = random_rotations(n_cols, k, generator=generator)
-        values = measure.of(left.mT @ A @ right, S_1[:, None])
+        values = measure.value(left.mT @ A @ right, S_1[:, None])
         drawn.append(values.where(is_counted, torch.nan))
     values = torch.stack(drawn)
     values = values + (nulls - measure.root_mean_square(values))
@@ -133,6 +137,7 @@ def rise_together(
     compared = {
         frozenset((rows[row], cols[col])) for row, col in is_counted.nonzero().tolist()
     }
+    # A column without a counted pair adds nothing to the mean.
     n_used_cols = int(is_counted.any(0).sum())
     return len(compared) < n_used_cols
 
@@ -156,6 +161,7 @@ def means_of_draws(
     """
     n_cols = is_counted.shape[1]
     n_counted = reduce(is_counted, "row col -> col", "sum").double()
+    # In the whole space one column was drawn, and stands for all.
     drawn_col = torch.arange(n_cols) % draws.shape[1]
     is_undefined = draws.isnan().any(0)[drawn_col]
     is_used = (n_counted > 0) & ~is_undefined
@@ -164,13 +170,14 @@ def means_of_draws(
             "every pair here compares a connection with itself, or is undefined: "
             "nothing is left to chance"
         )
+    # A column counts by its pairs, as in the mean over all pairs.
     weights = n_counted[is_used] / n_counted[is_used].sum()
-    of_cols = draws[:, drawn_col[is_used]] * weights
-    return sums_of_draws(of_cols, generator, together=together)
+    column_parts = draws[:, drawn_col[is_used]] * weights
+    return sums_of_draws(column_parts, generator, together=together)
 
 
 def sums_of_draws(
-    of_cols: Float[Tensor, "n n_cols"],
+    column_parts: Float[Tensor, "n n_cols"],
     generator: torch.Generator,
     *,
     together: bool = False,
@@ -182,13 +189,14 @@ def sums_of_draws(
         generator: of the random numbers.
         together: whether all columns have the same draw; independent ones if not.
     """
-    n_draws, n_cols = of_cols.shape
+    n_draws, n_cols = column_parts.shape
+    # A single index is broadcast over the columns: all take the same draw.
     n_independent = 1 if together else n_cols
     cols = torch.arange(n_cols)
     sums = []
-    for some in torch.arange(_N_SUMS).split(max(1, _AT_ONCE // n_cols)):
+    for some in torch.arange(_N_SUMS).split(max(1, _MOST_NUMBERS // n_cols)):
         draw_of_col = torch.randint(
             n_draws, (len(some), n_independent), generator=generator
         )
-        sums.append(of_cols[draw_of_col, cols].sum(1))
+        sums.append(column_parts[draw_of_col, cols].sum(1))
     return torch.cat(sums)

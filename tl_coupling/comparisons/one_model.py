@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_coupling.traces import Trace
 
 # What provenances of one model, traced in one way, have in common.
-_OF_ONE_MODEL = (
+_MODEL_FACTS = (
     "model",
     "checkpoint",
     "untrained",
@@ -39,8 +39,9 @@ def check_one_model(
         other: that of another one.
         name: the argument that holds both, for the error.
     """
-    for fact in _OF_ONE_MODEL:
+    for fact in _MODEL_FACTS:
         values = (first.get(fact), other.get(fact))
+        # A digest that is not known contradicts no other.
         if fact in _UNKNOWN_IS_NONE and None in values:
             continue
         if values[0] != values[1]:
@@ -78,11 +79,14 @@ class DifferentPrompts:
 
     def add_traced(self, trace: Trace) -> None:
         """Take a traced prompt, as `add` does."""
+        # An image is told by what the model reads of it, before any block.
         content = trace.pixels
         if content is None and trace.is_streamed:
             # Its stream would have to be read from disk first.
             content = trace.tokens
         if content is None:
+            # The stream that enters the first block: two texts with the same one are
+            # one prompt.
             content = trace.residual[0]
         self.add(prompt_name(trace), content)
 

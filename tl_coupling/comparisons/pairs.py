@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons.choices import (
-    at_both_layers,
     chosen_positions,
     free_end,
+    layer_connections,
 )
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.means import MeanCouplingMap
@@ -104,17 +104,19 @@ def depth_coupling(
         (torch.Size([2, 2]), 0.134)
     """
     options = JacobianOptions(chunk_size, max_memory, progress)
+    # Rows and columns are the same layers: each is computed and decomposed once.
     if rows is None and cols is None:
         (decomposed,) = decomposed_layers([trace], k, position, layers, options)
         return _depth_map(orientation, decomposed)
     if layers is not None:
         raise ValueError("give `layers`, for rows and columns, or `rows` and `cols`")
-    of_rows, of_columns = [
+    row_connections, column_connections = [
         _layers_at(trace, position, chosen).connections for chosen in (rows, cols)
     ]
-    sides = decompose_sides(trace, of_rows, of_columns, k, options)
-    at = {"position": of_rows[0].position}
-    return _maps(*sides, "depth", (orientation,), at)[orientation]
+    # Of rows that are not the columns no Jacobian is kept: they are read in turn.
+    sides = decompose_sides(trace, row_connections, column_connections, k, options)
+    provenance = {"position": row_connections[0].position}
+    return _maps(*sides, "depth", (orientation,), provenance)[orientation]
 
 
 @checked
@@ -156,9 +158,10 @@ def mean_depth_coupling(
         >>> mean.coupling(4).shape, mean.spread(4).shape, mean.n_prompts
         (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
+    # The bar counts prompts, and Jacobians of one have none.
     options = JacobianOptions(chunk_size, max_memory, progress=False)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
-    of_group = partial(
+    maps_of_group = partial(
         _depth_maps_of_each,
         k=k,
         position=position,
@@ -166,7 +169,7 @@ def mean_depth_coupling(
         layers=layers,
         options=options,
     )
-    return MeanCouplingMap.over(of_group(traced))
+    return MeanCouplingMap.over(maps_of_group(traced))
 
 
 def _depth_maps_of_each(
@@ -209,6 +212,7 @@ def depth_couplings(
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
     options = JacobianOptions(chunk_size, max_memory, progress)
+    # `max_memory` holds for the maps of all orientations together.
     (decomposed,) = decomposed_layers(
         [trace], k, position, layers, options, len(orientations)
     )
@@ -228,6 +232,7 @@ def decomposed_layers(
     `depth_maps` makes maps of them. Prompts of a model that is read from disk share its
     readings. Arguments as in `depth_coupling`; `n_maps` are made of each prompt.
     """
+    # A generator: a trace is asked for when its turn comes.
     requests = (_layers_at(trace, position, layers) for trace in traces)
     yield from decompose_each(requests, k, options, n_maps)
 
@@ -246,6 +251,7 @@ def _depth_map(orientation: Orientation, decomposed: Decomposed) -> CouplingMap:
 
 def _layers_at(trace: Trace, position: int, layers: Sequence[int] | None) -> Request:
     t = trace.position_index(position)
+    # Input, output and the token that names the connection are one token.
     connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
     return Request(trace, connections)
 
@@ -302,7 +308,7 @@ def self_coupling(
         trace, positions, range(trace.n_pos), "a self-coupling map"
     )
     ends = [(t, t, t) for t in selected]
-    rows, columns = at_both_layers(trace, layer, other_layer, ends)
+    rows, columns = layer_connections(trace, layer, other_layer, ends)
     options = JacobianOptions(chunk_size, max_memory, progress)
     sides = decompose_sides(trace, rows, columns, k, options)
     return _maps(*sides, "self", (orientation,), {})[orientation]
@@ -361,6 +367,7 @@ def context_coupling(
         >>> result.coupling().shape, result.row_positions
         (torch.Size([4, 4]), (0, 1, 2, 3))
     """
+    # Causality lets the first token act on all, and all act on the last.
     default_position = 0 if fixed == "input" else -1
     fixed_position = trace.position_index(
         default_position if position is None else position
@@ -371,15 +378,15 @@ def context_coupling(
         free_end(trace, fixed, fixed_position),
         f"a context-coupling map with the {fixed} fixed at {fixed_position}",
     )
-    ends = _with_one_end_fixed(fixed, fixed_position, selected)
-    rows, columns = at_both_layers(trace, layer, other_layer, ends)
+    ends = _fixed_end_tokens(fixed, fixed_position, selected)
+    rows, columns = layer_connections(trace, layer, other_layer, ends)
     options = JacobianOptions(chunk_size, max_memory, progress)
     sides = decompose_sides(trace, rows, columns, k, options)
     provenance = {"fixed": fixed, "position": fixed_position}
     return _maps(*sides, "context", (orientation,), provenance)[orientation]
 
 
-def _with_one_end_fixed(
+def _fixed_end_tokens(
     fixed: Literal["input", "output"], position: int, free: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """Return input, output and name of each connection from or to one token."""
@@ -396,8 +403,10 @@ def _maps(
     provenance: Mapping[str, object],
 ) -> dict[Orientation, CouplingMap]:
     """Return the maps of one prompt, one for each orientation."""
+    # Only columns give singular vectors, which a cut may leave arbitrary.
     columns.check_cut()
     coupled = couple(rows, columns, orientations)
+    # Only Jacobians of a caller's making have none (`jacobian_coupling`).
     assert columns.trace is not None
     all_provenance = {
         **columns.trace.provenance,

@@ -58,7 +58,7 @@ def part_coupling(
     t = trace.position_index(position)
     selected_layers = chosen_layers(trace, layers)
     J = [
-        _of_part(block_parts(trace, layer, t, function="branches"), part)
+        _part_jacobian(block_parts(trace, layer, t, function="branches"), part)
         for layer in with_progress(selected_layers, progress, f"{part} of blocks")
     ]
     return jacobian_coupling(
@@ -71,10 +71,11 @@ def part_coupling(
     )
 
 
-def _of_part(parts: BlockParts, part: str) -> Float[Tensor, "d_model d_model"]:
+def _part_jacobian(parts: BlockParts, part: str) -> Float[Tensor, "d_model d_model"]:
     """Return the Jacobian of one part; raise ValueError where there is none."""
     layer = parts.layer
-    labels = {label: _without_layer(label, layer) for label in parts.labels}
+    labels = {label: _component_name(label, layer) for label in parts.labels}
+    # All heads together; a block whose heads cannot be told apart has it whole.
     if part == "attn_out":
         chosen = [
             label
@@ -89,9 +90,10 @@ def _of_part(parts: BlockParts, part: str) -> Float[Tensor, "d_model d_model"]:
             f"`part` must be a part of every block, got {part!r}: layer {layer} has "
             f"{names}"
         )
+    # Parts add up: the Jacobian of several is the sum of theirs.
     return torch.stack([parts[label] for label in chosen]).sum(0)
 
 
-def _without_layer(label: str, layer: int) -> str:
+def _component_name(label: str, layer: int) -> str:
     """Return what a component is called in any layer: "L9H3" is "H3"."""
     return label.removeprefix(f"L{layer}").removeprefix(f"{layer}_")

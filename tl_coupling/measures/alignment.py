@@ -46,6 +46,7 @@ def alignment_matrices(
             f"got U of shape {list(spectra.U.shape)} and "
             f"Vh of shape {list(spectra.Vh.shape)}: use `svd(J)`"
         )
+    # Both as columns, whichever side they are of.
     top = spectra.top(spectra.k if k is None else k)
     vectors = {"u": top.U, "v": top.Vh.mT}
     first_side, second_side = sides
@@ -71,8 +72,8 @@ def vector_alignment(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
         >>> tlc.measures.vector_alignment(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         tensor(0.)
     """
-    of_same_rank = _cosines(A).diagonal(dim1=-2, dim2=-1)
-    return reduce(of_same_rank.square(), "... i -> ...", "mean")
+    matched_cosines = _cosines(A).diagonal(dim1=-2, dim2=-1)
+    return reduce(matched_cosines.square(), "... i -> ...", "mean")
 
 
 @checked

@@ -94,6 +94,6 @@ def draws_of_random_subspaces(
     for A in draws:
         U, V = random_rotations(2, d_model, columns=k, generator=generator).to(s.device)
         # [k n_known] times the excess of each column, times [n_known k]
-        of_known = U[:n_known].mT * excess @ V[:n_known]
-        A[:] = of_known + equal_value[..., None, None] * (U.mT @ V)
+        known_part = U[:n_known].mT * excess @ V[:n_known]
+        A[:] = known_part + equal_value[..., None, None] * (U.mT @ V)
     return draws

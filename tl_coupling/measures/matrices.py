@@ -56,6 +56,7 @@ def coupling_matrix(
         torch.Size([4, 4])
     """
     _check_that_they_fit(J_1, spectrum_2)
+    # Left and right vectors as rows and as columns: `[k d]` and `[d k]`.
     top = spectrum_2.top(k)
     left = top.U.mT
     right = top.Vh.mT
@@ -167,6 +168,7 @@ def spectral_miscoupling(
     """
     s = top_values(S_1, A.shape[-1])
     entries = A.abs() if absolute else A
+    # Only the entries of A are made absolute; singular values are at least 0.
     distance = (entries - torch.diag_embed(s)).norm(dim=(-2, -1))
     length = torch.linalg.vector_norm(s, ord=p, dim=-1)
     return finite(distance, "A") / nan_where_zero(length, "‖s_{1,K}‖_p")
@@ -225,4 +227,5 @@ def nan_where_zero(denominator: Tensor, name: str) -> Tensor:
             f"{name} is 0 for {int(is_zero.sum())} matrices: "
             "the measure is undefined there (NaN)"
         )
+    # NaN, and not an infinity that a mean would carry on in silence.
     return denominator.masked_fill(is_zero, math.nan)

@@ -1,7 +1,8 @@
 """Measures of coupling as objects: the value of A, its null, its name and label.
 
-To add a measure, write a class here (`of`, `of_corners`, `null`), and put its name into
-`MeasureName` and an instance at the end of `MEASURES`. Nothing else lists measures.
+To add a measure, write a class here (`value`, `corner_values`, `null`), and put its
+name into `MeasureName` and an instance at the end of `MEASURES`. Nothing else lists
+measures.
 """
 
 import math
@@ -84,7 +85,8 @@ class Measure(ABC):
         >>> coupling = tlc.measures.measure_named("coupling")
         >>> coupling.bounded, coupling.label
         (True, 'coupling $1 - \\\\tilde{m}$')
-        >>> coupling.of(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0]))
+        >>> A = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
+        >>> coupling.value(A, torch.tensor([2.0, 1.0]))
         tensor(1.)
     """
 
@@ -98,13 +100,13 @@ class Measure(ABC):
     null_tends_to: int | None = None
 
     @abstractmethod
-    def of(
+    def value(
         self, A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
     ) -> Float[Tensor, "*batch"]:
         """Return the measure of coupling matrices, given singular values of their J_1."""
 
     @abstractmethod
-    def of_corners(self, corners: Corners) -> Float[Tensor, "*batch k"]:
+    def corner_values(self, corners: Corners) -> Float[Tensor, "*batch k"]:
         """Return the measure of every corner `A[:k, :k]`."""
 
     @abstractmethod
@@ -140,12 +142,12 @@ class Measure(ABC):
 class NormalizedMiscoupling(Measure):
     """`m̃(A)`, the share of A that is off its diagonal."""
 
-    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+    def value(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `normalized_miscoupling(A)`."""
         del S_1  # A measure of A alone.
         return normalized_miscoupling(A)
 
-    def of_corners(self, corners: Corners) -> Tensor:
+    def corner_values(self, corners: Corners) -> Tensor:
         """Return `m̃` of every corner."""
         return corners.off_diagonal.sqrt() / corners.size_or_nan
 
@@ -162,13 +164,13 @@ class NormalizedMiscoupling(Measure):
 class Coupling(NormalizedMiscoupling):
     """`1 − m̃(A)`."""
 
-    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+    def value(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `1 − normalized_miscoupling(A)`."""
-        return 1 - super().of(A, S_1)
+        return 1 - super().value(A, S_1)
 
-    def of_corners(self, corners: Corners) -> Tensor:
+    def corner_values(self, corners: Corners) -> Tensor:
         """Return `1 − m̃` of every corner."""
-        return 1 - super().of_corners(corners)
+        return 1 - super().corner_values(corners)
 
     def null(self, moments: Moments) -> Tensor:
         """Return `1 − √E[m̃²]`."""
@@ -178,6 +180,7 @@ class Coupling(NormalizedMiscoupling):
         self, values: Float[Tensor, "n_draws ..."]
     ) -> Float[Tensor, "..."]:
         """Return `1 − √(mean m̃²)`."""
+        # It is m̃ that is squared: 1 less the root mean square of 1 less the values.
         return 1 - super().root_mean_square(1 - values)
 
     def null_of_any_jacobian(self, k: int) -> Tensor:
@@ -188,12 +191,12 @@ class Coupling(NormalizedMiscoupling):
 class Miscoupling(Measure):
     """`m(A)`, the size of what is off A's diagonal."""
 
-    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+    def value(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `miscoupling(A)`."""
         del S_1  # A measure of A alone.
         return miscoupling(A)
 
-    def of_corners(self, corners: Corners) -> Tensor:
+    def corner_values(self, corners: Corners) -> Tensor:
         """Return `m` of every corner."""
         return corners.off_diagonal.sqrt()
 
@@ -205,16 +208,17 @@ class Miscoupling(Measure):
 class SpectralMiscoupling(Measure):
     """`m_K`, the distance of A from J_1's singular values; `p` and `absolute` as there."""
 
-    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+    def value(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `spectral_miscoupling(A, S_1, p, absolute)`."""
         return spectral_miscoupling(A, S_1, self.p, self.absolute)
 
-    def of_corners(self, corners: Corners) -> Tensor:
+    def corner_values(self, corners: Corners) -> Tensor:
         """Return `m_K` of every corner."""
         entries = corners.diagonal.abs() if self.absolute else corners.diagonal
-        on_diagonal = (entries - corners.s).square().cumsum(-1)
-        distance = (corners.off_diagonal + on_diagonal).sqrt()
+        diagonal_squares = (entries - corners.s).square().cumsum(-1)
+        distance = (corners.off_diagonal + diagonal_squares).sqrt()
         if self.p == 2:
+            # `_corners` has the length for p = 2, and warned where it is 0.
             return distance / corners.length_or_nan
         return distance / corners.s.pow(self.p).cumsum(-1).pow(1 / self.p)
 
@@ -222,6 +226,7 @@ class SpectralMiscoupling(Measure):
         """Return `√E[m_K²]`."""
         s = moments.s
         squared = (
+            # `E‖A − S‖² = E‖A‖² + ‖s‖² − 2 E a · Σ s`, but for rounding at least 0.
             moments.total + s.square().sum(-1) - 2 * moments.entry * s.sum(-1)
         ).clamp_min(0)
         length = torch.linalg.vector_norm(s, ord=self.p, dim=-1)
@@ -231,11 +236,11 @@ class SpectralMiscoupling(Measure):
 class CapturedEnergy(Measure):
     """`‖A‖_F / ‖s_{1,K}‖₂`, how much of J_1 lies in the subspaces of J_2."""
 
-    def of(self, A: Tensor, S_1: Tensor) -> Tensor:
+    def value(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `captured_energy(A, S_1)`."""
         return captured_energy(A, S_1)
 
-    def of_corners(self, corners: Corners) -> Tensor:
+    def corner_values(self, corners: Corners) -> Tensor:
         """Return the captured energy of every corner."""
         return corners.size / corners.length_or_nan
 
@@ -293,6 +298,7 @@ MEASURES: Mapping[MeasureName, Measure] = MappingProxyType(
         )
     }
 )
+# Prefixes of a measure's name in the data of a survey.
 _MEAN = "mean_"
 _NULL = "null_"
 
@@ -311,21 +317,20 @@ def measure_named(
         >>> tlc.measures.measure_named("spectral_miscoupling", p=1).label_at(10)
         'spectral mis-coupling $m_K$ (k = 10, p = 1)'
     """
-    with_these = _with_options(measure, p, absolute)
+    named = _configured(measure, p, absolute)
     options_are_its_own = (
-        with_these.takes_options
-        and with_these.p == p
-        and with_these.absolute == absolute
+        named.takes_options and named.p == p and named.absolute == absolute
     )
+    # A measure that is passed as an object has its options already.
     if (p != 2 or absolute) and not options_are_its_own:
         raise ValueError(
             "`p` and `absolute` are options of 'spectral_miscoupling', "
-            f"not of {with_these.name!r}: leave them out"
+            f"not of {named.name!r}: leave them out"
         )
-    return with_these
+    return named
 
 
-def _with_options(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
+def _configured(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
     """Return the measure of a name; options are for that which takes them."""
     if isinstance(measure, Measure):
         return measure
@@ -380,7 +385,7 @@ def measure_of(
         >>> tlc.measures.measure_of(A, S_1, "released_norm")
         tensor(0.)
     """
-    return measure_named(measure, p=p, absolute=absolute).of(A, S_1)
+    return measure_named(measure, p=p, absolute=absolute).value(A, S_1)
 
 
 def measures_at_every_k(
@@ -391,7 +396,8 @@ def measures_at_every_k(
     In the order of `MEASURES`, with default options.
     """
     corners = _corners(A.double(), S_1)
-    values = [measure.of_corners(corners) for measure in MEASURES.values()]
+    values = [measure.corner_values(corners) for measure in MEASURES.values()]
+    # The axis of k stands last in each, and second in the result.
     return torch.stack(values).movedim(-1, 1)
 
 
@@ -403,6 +409,7 @@ def _corners(
     # Entry [k, k] of sums along both axes is the sum over the corner.
     sums_of_squares = off_diagonal(A).square().cumsum(-1).cumsum(-2)
     off = sums_of_squares.diagonal(dim1=-2, dim2=-1)
+    # NaN and infinity in A are found once, for all measures.
     size = finite((off + diagonal.square().cumsum(-1)).sqrt(), "A")
     length = s.square().cumsum(-1).sqrt()
     return Corners(

@@ -17,7 +17,7 @@ from torch import Tensor
 # Gauss-Legendre nodes for integrals over [0, ∞), mapped by a tangent.
 _N_NODES = 400
 # Numbers in memory at once.
-_AT_ONCE = 2**22
+_MOST_NUMBERS = 2**22
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def moments_in_space(
         entry: `E a_ii`, which is 0, or `E |a_ii|`, which is `mean_absolute_entry`.
     """
     k = s.shape[-1]
+    # `E a_ij² = ‖J_1‖_F² / d²` of each of k² entries, of which k are the diagonal.
     total = (k / d_model * frobenius_norm).square()
     return Moments(total, total / k, entry, s)
 
@@ -80,6 +81,7 @@ def moments_in_spans(
     total = reduce(A.square(), "... i j -> ...", "sum")
     trace = reduce(A.diagonal(dim1=-2, dim2=-1), "... i -> ...", "sum")
     trace_of_square = reduce(A * A.mT, "... i j -> ...", "sum")
+    # The formulas of `rotation_null`.
     if paired:
         diagonal = (trace.square() + trace_of_square + total) / (k + 2)
         entry = _mean_absolute_form(A) if absolute else trace / k
@@ -95,7 +97,9 @@ def evenly(
 ) -> Float[Tensor, "*batch"]:
     """Return what each singular value that is not in S is, if they are all equal."""
     n_known = S.shape[-1]
+    # Rounding may leave less than nothing.
     energy_left = (frobenius_norm.square() - S.square().sum(-1)).clamp_min(0)
+    # Where all are known there is no other, and nothing is divided by 0.
     n_unknown = max(1, d_model - n_known)
     return (energy_left / n_unknown).sqrt() * (d_model > n_known)
 
@@ -127,9 +131,11 @@ def mean_absolute_entry(
         squares = 2 * r.square()
         logs = torch.log1p(squares[..., None] * weights).sum(-1)
         logs = logs + n_others * torch.log1p(squares * weight_of_others)
+        # `E e^{−q r²} = Π (1 + 2 σ_i² r²)^{−1/2}`. `expm1` is exact for a small r,
+        # where 1 minus it would cancel.
         return -2 * torch.expm1(-0.5 * logs) / squares
 
-    integral = _over_half_line(integrand, weights)
+    integral = _half_line_integral(integrand, weights)
     return factor * frobenius_norm / math.sqrt(math.pi) * integral
 
 
@@ -142,19 +148,21 @@ def _mean_absolute_form(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch
     """
     eigenvalues = torch.linalg.eigvalsh((A + A.mT) / 2)
     scale = eigenvalues.abs().amax(-1)
+    # The largest becomes 1, so that the nodes suit every A.
     scaled = eigenvalues / scale.clamp_min(torch.finfo(A.dtype).tiny)[..., None]
 
     def integrand(t: Tensor) -> Tensor:
         x = 2 * t[..., None] * scaled
+        # `E e^{itx} = Π (1 − 2 i t λ_i)^{−1/2}`, by modulus and phase.
         log_modulus = -0.25 * torch.log1p(x * x).sum(-1)
         phase = 0.5 * x.atan().sum(-1)
         return (1 - log_modulus.exp() * phase.cos()) / t.square()
 
-    integral = _over_half_line(integrand, scaled)
+    integral = _half_line_integral(integrand, scaled)
     return 2 / (math.pi * A.shape[-1]) * scale * integral
 
 
-def _over_half_line(
+def _half_line_integral(
     integrand: Callable[[Tensor], Tensor], like: Float[Tensor, "*batch m"]
 ) -> Float[Tensor, "*batch"]:
     """Return the integral over `[0, ∞)` of a function of places `[n 1 …]`.
@@ -167,10 +175,12 @@ def _over_half_line(
     places, weights = (
         torch.from_numpy(nodes).to(like.device).reshape(2, -1, *batch_axes)
     )
+    # The nodes lie on [−π/4, π/4]; moved to [0, π/2], their tangents are on [0, ∞).
     angles = places + math.pi / 4
     r = angles.tan()
     dr = weights / angles.cos().square()
-    n_at_once = max(1, _AT_ONCE // max(1, like.numel()))
+    # The function holds m numbers for each place.
+    n_at_once = max(1, _MOST_NUMBERS // max(1, like.numel()))
     parts = [
         (integrand(some_r) * some_dr).sum(0)
         for some_r, some_dr in zip(r.split(n_at_once), dr.split(n_at_once), strict=True)

@@ -90,6 +90,7 @@ def random_subspace_null(
     if d_model is not None:
         check_k(k, d_model)
     measured = measure_named(measure, p=p, absolute=absolute)
+    # The null is known from k alone, whatever J_1 is.
     if measured.null_tends_to is not None:
         return measured.null_of_any_jacobian(k)
     if d_model is None or S_1 is None or frobenius_norm is None:
@@ -99,6 +100,7 @@ def random_subspace_null(
         )
     s = top_values(S_1, k).double()
     norm = frobenius_norm.double()
+    # A signed entry is 0 in the mean.
     entry = torch.zeros_like(norm)
     if measured.absolute:
         entry = mean_absolute_entry(S_1.double(), norm, d_model)
@@ -126,10 +128,12 @@ def mean_random_coupling(k: Count) -> float:
         >>> [round(tlc.measures.mean_random_coupling(k), 4) for k in (1, 2, 10)]
         [1.0, 0.3333, 0.0516]
     """
+    # Γ(b) has a pole at b = 0: a 1×1 matrix is diagonal.
     if k == 1:
         return 1.0
     off_diagonal = k * (k - 1) / 2
     size = k * k / 2
+    # By logarithms: Γ overflows from 172 on.
     log_ratio = math.lgamma(off_diagonal + 0.5) - math.lgamma(off_diagonal)
     log_ratio += math.lgamma(size) - math.lgamma(size + 0.5)
     return -math.expm1(log_ratio)
@@ -146,6 +150,7 @@ def nulls_at_every_k(
     """
     S = finite(S_1, "S_1").double()
     norm = frobenius_norm.double()
+    # The mean of an entry does not depend on k: one integral serves all.
     signed_entry = torch.zeros_like(norm)
     absolute_entry = mean_absolute_entry(S, norm, d_model)
 
@@ -156,11 +161,11 @@ def nulls_at_every_k(
         return measure.null(moments_in_space(S[..., :k], d_model, norm, entry))
 
     k_values = range(1, S.shape[-1] + 1)
-    by_measure = [
+    values_by_measure = [
         torch.stack([null(measure, k) for k in k_values]).cpu()
         for measure in MEASURES.values()
     ]
-    return torch.stack(by_measure)
+    return torch.stack(values_by_measure)
 
 
 @checked

@@ -112,5 +112,6 @@ def draws_of_nuclear_overlap(
 
 def _nuclear_norm(cosines: Tensor, s_1: Tensor, s_2: Tensor) -> Tensor:
     """Return `‖S_1 C S_2‖_*` of each pair."""
+    # The diagonal matrices S_1 and S_2 scale rows and columns.
     weighted = s_1[..., :, None] * cosines * s_2[..., None, :]
     return torch.linalg.svdvals(weighted).sum(-1)

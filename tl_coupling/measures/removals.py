@@ -61,12 +61,14 @@ def without_shared(
         raise ValueError(
             "a Jacobian in `J` is zero: it shares no directions, leave it out"
         )
+    # At length 1 every layer has the same weight.
     unit = J / norms
-    of_left = reduce(unit @ unit.mT, "layer i j -> i j", "sum")
-    of_right = reduce(unit.mT @ unit, "layer i j -> i j", "sum")
+    left_gram = reduce(unit @ unit.mT, "layer i j -> i j", "sum")
+    right_gram = reduce(unit.mT @ unit, "layer i j -> i j", "sum")
     # eigh orders upwards.
-    P = torch.linalg.eigh(of_left).eigenvectors[:, -r:]
-    Q = torch.linalg.eigh(of_right).eigenvectors[:, -r:]
+    P = torch.linalg.eigh(left_gram).eigenvectors[:, -r:]
+    Q = torch.linalg.eigh(right_gram).eigenvectors[:, -r:]
+    # With d × r products: the projectors themselves are never formed.
     J = J - P @ (P.mT @ J)
     return J - (J @ Q) @ Q.mT
 

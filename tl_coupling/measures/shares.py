@@ -14,6 +14,7 @@ def energy_shares(
 
     NaN, with a warning, where A is zero.
     """
+    # Inner products of each term with the whole.
     pattern = "... term i j, ... i j -> ... term"
     size = nan_where_zero(whole.square().sum((-2, -1)), "‖A‖²")
     return einsum(terms, whole, pattern) / size[..., None]
@@ -30,7 +31,7 @@ def diagonal_shares(
     rest.
     """
     diagonal = whole.diagonal(dim1=-2, dim2=-1)
-    of_terms = terms.diagonal(dim1=-2, dim2=-1)
+    term_diagonals = terms.diagonal(dim1=-2, dim2=-1)
     size = nan_where_zero(diagonal.square().sum(-1), "‖diag A‖²")
     pattern = "... term i, ... i -> ... term"
-    return einsum(of_terms, diagonal, pattern) / size[..., None]
+    return einsum(term_diagonals, diagonal, pattern) / size[..., None]
