@@ -115,15 +115,20 @@ def cross_token_influence(
         >>> influence.frobenius_norm.shape, influence.source_positions
         (torch.Size([2, 4]), (0, 1, 2, 3))
     """
+    # Counted from 0 from here on.
     t2 = trace.position_index(output_position, "output_position")
     selected_layers = chosen_layers(trace, layers)
+    # In a causal model the tokens up to t2; elsewhere all.
     sources = free_end(trace, "output", t2)
+    # Layer by layer: Jacobians of one block, which have about the same rank, come one
+    # after the other and can share a sketch.
     connections = [
         Connection(layer, t1, t2, t1) for layer in selected_layers for t1 in sources
     ]
     values, paths = all_singular_values(
         trace, connections, JacobianOptions(progress=progress)
     )
+    # Singular values alone are kept, `[connection d_model]`.
     S = rearrange(
         values,
         "(layer source) singular -> layer source singular",

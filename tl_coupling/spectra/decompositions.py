@@ -84,7 +84,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     n = rank if k is None else k
     check_k(n, rank)
     shapes = [(d_out, n), (n,), (n, d_in), (n,), ()]
-    parts = _of_each(lambda matrix: _decomposed(matrix, n), J, shapes)
+    parts = _map_matrices(lambda matrix: _decomposed(matrix, n), J, shapes)
     U, S, Vh, residuals, steps = parts
     norms = [_norm(matrix) for matrix in J.detach().reshape(-1, d_out, d_in)]
     norm = torch.tensor(norms, dtype=torch.float64, device=J.device)
@@ -108,7 +108,7 @@ def singular_values(
     """
     check_matrices(J)
     shapes = [(min(J.shape[-2:]),)]
-    (values,) = _of_each(lambda matrix: (torch.linalg.svdvals(matrix),), J, shapes)
+    (values,) = _map_matrices(lambda matrix: (torch.linalg.svdvals(matrix),), J, shapes)
     return values
 
 
@@ -127,7 +127,7 @@ def flops_of_svd(d: int, k: int) -> float:
     return _TYPICAL_KRYLOV_STEPS * 4.0 * d**2 * krylov_width(k) + last
 
 
-def _of_each(
+def _map_matrices(
     decompose: Callable[[Tensor], Parts], J: Tensor, shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
     """Return the parts that `decompose` gives for each matrix, batched as J is.
@@ -217,12 +217,12 @@ def _residuals(
     Vh: Float[Tensor, "k d_in"],
 ) -> Float[Tensor, " k"]:
     """Return the larger of `‖J v − σ u‖` and `‖Jᵀu − σ v‖`, as shares of σ_1."""
-    of_right = J @ Vh.mT - U * S
-    of_left = J.mT @ U - Vh.mT * S
+    right_errors = J @ Vh.mT - U * S
+    left_errors = J.mT @ U - Vh.mT * S
     both = torch.stack(
         [
             torch.linalg.vector_norm(difference, dim=0, dtype=torch.float64)
-            for difference in (of_right, of_left)
+            for difference in (right_errors, left_errors)
         ]
     )
     return both.amax(0) / S[0].double().where(S[0] > 0, 1)

@@ -57,13 +57,13 @@ class Products:
 
     def times(self, V: Float[Tensor, "d_in n"]) -> Float[Tensor, "d_out n"]:
         """Return `J V`, in the precision of V."""
-        return self._in(V.dtype) @ V
+        return self._matrix(V.dtype) @ V
 
     def transposed(self, U: Float[Tensor, "d_out n"]) -> Float[Tensor, "d_in n"]:
         """Return `Jᵀ U`, in the precision of U."""
-        return self._in(U.dtype).mT @ U
+        return self._matrix(U.dtype).mT @ U
 
-    def _in(self, dtype: torch.dtype) -> Float[Tensor, "d_out d_in"]:
+    def _matrix(self, dtype: torch.dtype) -> Float[Tensor, "d_out d_in"]:
         return self.exact if dtype == torch.float64 else self.J
 
 
@@ -151,14 +151,14 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
         block = _orthonormal(block - basis @ (basis.mT @ block))
         if steps < next_check:
             continue
-        squares, within = _descending(T)
+        squares, ritz_vectors = _descending(T)
         # A zero J, or an overflow.
         if not squares[k - 1] > 0:
             return
-        residuals = torch.linalg.vector_norm(R @ within[-width:, :k], dim=0)
+        residuals = torch.linalg.vector_norm(R @ ritz_vectors[-width:, :k], dim=0)
         error = float((residuals / squares[:k].sqrt()).max() / squares[0].sqrt())
         if error <= tolerance:
-            yield steps, basis @ within[:, : block_width(k)]
+            yield steps, basis @ ritz_vectors[:, : block_width(k)]
             next_check = steps + 1
         else:
             next_check = steps + max(1, int(math.log(error / tolerance) / _FASTEST))
@@ -186,12 +186,12 @@ def _filtered_spaces(
     while True:
         V = _orthonormal(block)
         images = square @ V
-        squares, within = _descending(V.mT @ images)
+        squares, ritz_vectors = _descending(V.mT @ images)
         # A zero J, or an overflow.
         if not squares[0] > 0:
             return
-        V = V @ within
-        images = images @ within
+        V = V @ ritz_vectors
+        images = images @ ritz_vectors
         residuals = torch.linalg.vector_norm(images - V * squares, dim=0)
         following = _next_filter(squares, residuals[:k], edge, tolerance)
         steps += following.degree
@@ -285,7 +285,7 @@ def _rayleigh_ritz(
     """
     tolerance = TOLERANCE[J.dtype]
     images = J.times(V)
-    squares, within = _descending(images.mT @ images)
+    squares, ritz_vectors = _descending(images.mT @ images)
     # Below that, left vectors from squares are not orthonormal to a tenth of the
     # tolerance.
     least_share = torch.finfo(V.dtype).eps / (0.1 * tolerance)
@@ -294,8 +294,8 @@ def _rayleigh_ritz(
     values = squares.clamp_min(0).sqrt()
     gap = (values[k - 1] - values[-1]) / values[0]
     S = values[:k]
-    V = V @ within[:, :k]
-    U = images @ within[:, :k] / S
+    V = V @ ritz_vectors[:, :k]
+    U = images @ ritz_vectors[:, :k] / S
     residuals = torch.linalg.vector_norm(J.transposed(U) - V * S, dim=0) / S[0]
     largest_residual = min(tolerance, max(tolerance / 4, float(gap) / 10))
     return Triplets(U, S, V, residuals, steps), largest_residual

@@ -151,6 +151,7 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
         tensor([3., 1.])
     """
     energy = _shares(S, "participation ratio").square()
+    # Between 1 and k but for rounding.
     ratio = energy.sum(-1).square() / energy.square().sum(-1)
     return ratio.clamp(1, S.shape[-1]).to(S.dtype)
 
@@ -170,6 +171,7 @@ def effective_rank(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
         tensor([3., 1.])
     """
     p = _shares(S, "effective rank")
+    # `entr` is 0 at 0, where p ln p is not a number.
     entropy = torch.special.entr(p).sum(-1)
     return entropy.exp().clamp(1, S.shape[-1]).to(S.dtype)
 

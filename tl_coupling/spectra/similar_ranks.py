@@ -10,7 +10,7 @@ from tl_coupling.spectra.decompositions import singular_values
 _ROUNDING = 1e-6
 # What may lie outside of a sketch, as a share of the Frobenius norm. The products of
 # SmolLM2's Jacobians round by up to 1.5e-6 of it.
-_OUTSIDE = 3e-6
+_LARGEST_REMAINDER = 3e-6
 # Columns of the sketch beyond the expected rank, and columns that check it.
 _SURPLUS = 16
 _N_PROBES = 8
@@ -44,9 +44,9 @@ class SimilarRanks:
 
     def __call__(self, J: Float[Tensor, "n d d"]) -> Float[Tensor, "n d"]:
         """Return the singular values of some matrices."""
-        return torch.stack([self._of(matrix) for matrix in J])
+        return torch.stack([self._values(matrix) for matrix in J])
 
-    def _of(self, J: Float[Tensor, "d d"]) -> Float[Tensor, " d"]:
+    def _values(self, J: Float[Tensor, "d d"]) -> Float[Tensor, " d"]:
         S = self._sketched(J)
         if S is not None:
             return S
@@ -62,15 +62,17 @@ class SimilarRanks:
         width = self._rank + _SURPLUS
         if width > _LARGEST_SKETCH * d or not J.isfinite().all():
             return None
+        # A fixed seed: the same matrices have the same values in every run.
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(d, width + _N_PROBES, generator=generator)
         products = J @ directions.to(J.device)
         Q = torch.linalg.qr(products[:, :width]).Q
         probes = products[:, width:]
-        outside = probes - Q @ (Q.mT @ probes)
-        if outside.norm() > _OUTSIDE * probes.norm():
+        remainder = probes - Q @ (Q.mT @ probes)
+        if remainder.norm() > _LARGEST_REMAINDER * probes.norm():
             return None
-        inside = (Q.mT @ J).double()
-        squares = torch.linalg.eigvalsh(inside @ inside.mT).clamp_min(0)
+        compressed = (Q.mT @ J).double()
+        squares = torch.linalg.eigvalsh(compressed @ compressed.mT).clamp_min(0)
         S = squares.sqrt().flip(-1).to(J.dtype)
+        # Beyond the sketch they are 0 to the rounding of float32.
         return torch.nn.functional.pad(S, (0, d - width))

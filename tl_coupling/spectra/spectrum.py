@@ -82,6 +82,7 @@ class Spectrum:
             >>> factored.shape, factored.mdim
             (torch.Size([32, 32]), 4)
         """
+        # Inside, so that a spectrum alone does not load TransformerLens.
         from tl_coupling.models import factored_matrix
 
         return factored_matrix(self.read * self.S[..., None, :], self.write.mT)
@@ -105,17 +106,17 @@ class Spectrum:
         """How many matrices were decomposed in which way, in words."""
         if self.steps is None or self.residuals is None:
             return "not known"
-        by_iteration = self.steps > 0
+        is_iterated = self.steps > 0
         ways = []
-        if by_iteration.any():
-            steps = self.steps[by_iteration]
-            largest_residual = float(self.residuals[by_iteration].max())
+        if is_iterated.any():
+            steps = self.steps[is_iterated]
+            largest_residual = float(self.residuals[is_iterated].max())
             ways.append(
                 f"{len(steps)} by {self.way} in {int(steps.min())} to "
                 f"{int(steps.max())} steps, residuals up to {largest_residual:.1e} σ_1"
             )
-        if not by_iteration.all():
-            ways.append(f"{int((~by_iteration).sum())} by full SVD")
+        if not is_iterated.all():
+            ways.append(f"{int((~is_iterated).sum())} by full SVD")
         return "; ".join(ways) or "of no matrices"
 
     @checked
@@ -151,6 +152,7 @@ class Spectrum:
 
         What is not known of one is not known of all.
         """
+        # A full SVD has no way to name.
         ways = {spectrum.way for spectrum in spectra} - {""}
         return Spectrum(
             torch.cat([spectrum.U for spectrum in spectra]),

@@ -77,6 +77,7 @@ def attenuation(
     if n_prompts < 2:
         raise ValueError("reliability needs at least two prompts, got 1")
     if y.ndim == 1:
+        # A score is the same on every prompt: it has no noise to share.
         y = np.broadcast_to(y[:, None], x.shape)
     halves = np.array(list(_halves(n_prompts, np.random.default_rng(seed))))
     x_1 = _centred_means(x, halves)
@@ -90,10 +91,11 @@ def attenuation(
             "prompts"
         )
     # Covariances of the models' means across halves, mean over splits.
-    of_x = np.mean((x_1 * x_2)[is_usable])
-    of_x_and_y = np.mean((x_1 * y_2 + x_2 * y_1)[is_usable]) / 2
-    over_all = _centred_means(x, np.ones((1, n_prompts), bool))
-    reliability = float(of_x / np.mean(over_all**2))
+    x_covariance = np.mean((x_1 * x_2)[is_usable])
+    xy_covariance = np.mean((x_1 * y_2 + x_2 * y_1)[is_usable]) / 2
+    overall_means = _centred_means(x, np.ones((1, n_prompts), bool))
+    reliability = float(x_covariance / np.mean(overall_means**2))
+    # Models of one family count as one.
     n_groups = line.n_families or len(x)
     # Degrees of freedom of the models' means, and of the noise.
     freedoms = (n_groups - 1, (len(x) - 1) * (n_prompts - 1))
@@ -102,10 +104,10 @@ def attenuation(
     slope_interval = (np.nan, np.nan)
     if reliability_interval[0] > 0:
         slope_interval = _fieller_interval(
-            float(of_x_and_y / of_x), reliability, freedoms, line
+            float(xy_covariance / x_covariance), reliability, freedoms, line
         )
     if np.isfinite(slope_interval).all():
-        slope = float(of_x_and_y / of_x)
+        slope = float(xy_covariance / x_covariance)
     return Attenuation(
         reliability=reliability,
         reliability_interval=reliability_interval,
@@ -133,17 +135,20 @@ def _fieller_interval(
 
     The errors of the line and of the reliability count as independent.
     """
-    of_line = float(np.diff(line.slope_interval)[0] / 2)
+    line_error = float(np.diff(line.slope_interval)[0] / 2)
     t = stats.t.ppf((1 + LEVEL) / 2, line.freedom)
     # The variance of log F, to first order.
     spread = np.sqrt(2 / freedoms[0] + 2 / freedoms[1])
-    of_reliability = float(t * (1 - reliability) * spread)
-    # (slope − b)² reliability² = of_line² + b² of_reliability², a quadratic in b.
-    remainder = reliability**2 - of_reliability**2
+    reliability_error = float(t * (1 - reliability) * spread)
+    # (slope − b)² reliability² = line_error² + b² reliability_error², a quadratic in
+    # b.
+    remainder = reliability**2 - reliability_error**2
     if remainder <= 0:
         return np.nan, np.nan
     middle = slope * reliability**2 / remainder
-    discriminant = of_line**2 * remainder + (slope * reliability * of_reliability) ** 2
+    discriminant = (
+        line_error**2 * remainder + (slope * reliability * reliability_error) ** 2
+    )
     half_width = float(np.sqrt(discriminant) / remainder)
     return middle - half_width, middle + half_width
 
@@ -152,6 +157,7 @@ def _n_wanted(n_prompts: int, reliability: float) -> int | None:
     """Return how many prompts a reliability of .9 needs (Spearman and Brown)."""
     if reliability <= 0:
         return None
+    # A test m times as long has `m r / (1 + (m − 1) r)`: solved for m.
     return ceil(n_prompts * WANTED / (1 - WANTED) * (1 - reliability) / reliability)
 
 

@@ -80,8 +80,10 @@ def holm(p: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         [0.04, 0.5, 0.03]
     """
     corrected = np.full(p.shape, np.nan)
+    # NaN is sorted to the end, and cut off.
     order = np.argsort(p)[: np.isfinite(p).sum()]
     n_left = len(order) - np.arange(len(order))
+    # No corrected p is below that of a smaller p.
     corrected[order] = np.maximum.accumulate(np.minimum(1, p[order] * n_left))
     return corrected
 
@@ -111,6 +113,7 @@ def _difference(
         else:
             test = stats.ttest_ind(second, first, equal_var=False)
         low, high = test.confidence_interval(LEVEL)
+    # scipy has NaN here; what is the same in every sample differs by 0 for certain.
     is_same = (estimate == 0) & _has_no_spread(first, second, is_paired)
     return Difference(
         *means,

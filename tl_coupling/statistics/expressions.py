@@ -27,6 +27,8 @@ ALLOWED = (
     "+ - * / **, comparisons, and, or, not, in [...], "
     "log, log10, log2, sqrt, exp, abs"
 )
+# Limits that no query of a person needs to exceed. They bound what text from elsewhere
+# can cost.
 _LONGEST = 2000
 _DEEPEST = 60
 _LARGEST_EXPONENT = 100
@@ -210,6 +212,7 @@ class _Evaluation:
         is_in = np.zeros(np.shape(value), bool)
         for element in elements:
             is_in = np.logical_or(is_in, _compared(node, value, ast.Eq(), element))
+        # Exclusive or turns the answer round for `not in`.
         return is_in ^ isinstance(node.ops[0], ast.NotIn)
 
     def comparison(self, node: ast.Compare) -> Value:
@@ -231,6 +234,8 @@ def _constant(node: ast.Constant) -> Value:
     if not isinstance(node.value, int | float):
         raise _not_allowed(node)
     try:
+        # An integer of Python would be raised to any power exactly, however long it
+        # takes.
         return np.float64(node.value)
     except OverflowError:
         raise ValueError("a number in it is too large") from None
@@ -257,8 +262,10 @@ def _column(table: pandas.DataFrame, name: str) -> np.ndarray:
         columns = ", ".join(map(str, table))
         raise ValueError(f"there is no column {name!r}; the columns are {columns}")
     values = table[name]
+    # Of two columns with one name pandas returns a table.
     if not isinstance(values, pandas.Series):
         raise ValueError(f"there are two columns {name!r}")
+    # Objects that are all numbers become numbers.
     values = values.infer_objects()
     dtype = values.dtype
     if types.is_bool_dtype(dtype) and not values.isna().any():

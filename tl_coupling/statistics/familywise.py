@@ -68,7 +68,7 @@ def familywise(
     scores, and a mask goes with the models.
 
     Args:
-        rows, table: of `in_rows`, with all means and k; one row per model, its place
+        rows, table: of `stack_rows`, with all means and k; one row per model, its place
             along `row` as the index.
         measures: by the name of each measure, the variable of `rows` with its means.
         tasks, scores: which prompts, and the score's column, by task and for all;
@@ -96,7 +96,8 @@ def familywise(
     smallest_p = np.ones(len(orders))
     for task, prompts in tasks.items():
         means = [_means(rows[name], table, prompts) for name in measures.values()]
-        x = np.concatenate([of_measure.T for of_measure in means])
+        # One row for each look at this task, `[n_measures · n_k, n_models]`.
+        x = np.concatenate([measure_means.T for measure_means in means])
         if scores is None:
             y = _means(rows["loss"], table, prompts)
         else:
@@ -105,6 +106,7 @@ def familywise(
             r, n = _correlations(x, y[orders], is_member)
             p = _p_of(r, n)
             smallest_p = np.fmin(smallest_p, np.fmin.reduce(p, axis=1))
+            # The first order is that of the scores as they are.
             looks.append((n[0], r[0], p[0]))
             labels += [
                 (int(k), measure, task, subset)
@@ -150,11 +152,11 @@ def _means(
     """Return the means over prompts of the models of the table; NaN where nothing was
     measured.
     """
-    of_models = values.transpose("row", "prompt", ...).values[table.index]
-    on_prompts = of_models[:, prompts]
-    is_known = np.isfinite(on_prompts)
+    model_values = values.transpose("row", "prompt", ...).values[table.index]
+    prompt_values = model_values[:, prompts]
+    is_known = np.isfinite(prompt_values)
     with np.errstate(invalid="ignore"):
-        return np.where(is_known, on_prompts, 0.0).sum(1) / is_known.sum(1)
+        return np.where(is_known, prompt_values, 0.0).sum(1) / is_known.sum(1)
 
 
 def _members(
@@ -164,6 +166,7 @@ def _members(
     orders: Int[np.ndarray, "n_orders n"],
 ) -> Bool[np.ndarray, "n_orders n"]:
     """Say which models are in a subset under each order of the scores."""
+    # A mask, or a query without scores, goes with the models.
     if not isinstance(subset, str) or columns_of(subset).isdisjoint(scores):
         return np.broadcast_to(subset_mask(table, subset), orders.shape)
     # All orders at once, one below the other.
@@ -187,6 +190,8 @@ def _correlations(
     known_y = is_member & np.isfinite(y)
     x = _standard(x)
     y = np.where(known_y, _standard(y), 0.0)
+    # Sums over the models of which x and y are known, for all orders and looks by one
+    # product each.
     n = known_y @ known_x.T.astype(float)
     sum_x = known_y @ x.T
     sum_xx = known_y @ (x**2).T

@@ -163,12 +163,13 @@ def linear_fit(
         )
     if within is not None:
         codes = family_codes(table, within)
+        # A family of one model has an intercept for itself, and no slope to tell.
         table = table[np.bincount(codes)[codes] > 1]
     numbered = [name for name in (families, within) if name is not None]
     rows = rows_to_fit(table, covariates, y, numbered)
     design = rows[covariates].to_numpy()
     if within is not None:
-        design = _with_intercepts(design, rows[within], within)
+        design = _add_intercepts(design, rows[within], within)
     # In standard units: parameters are counted in billions, coupling in hundredths.
     scale = design.std(0)
     standard = (design - design.mean(0)) / scale
@@ -200,6 +201,8 @@ def linear_fit(
         intercept_interval=t_interval(intercept, intercept_error, intercept_freedom),
         r_squared=_r_squared_given(result) if fixed else float(result.rsquared),
         p=_p(slope, slope_error, slope_freedom),
+        # The variance inflation of x: the first diagonal entry of the inverse of the
+        # correlations.
         vif=float(np.linalg.inv(correlations)[0, 0]),
         condition_number=float(np.linalg.cond(standard)),
         freedom=float(slope_freedom),
@@ -208,8 +211,8 @@ def linear_fit(
     )
 
 
-def _with_intercepts(
-    design: Float[np.ndarray, "n n_columns"], groups: pandas.Series, within: str
+def _add_intercepts(
+    design: Float[np.ndarray, "n n_columns"], groups: pandas.Series, column: str
 ) -> Float[np.ndarray, "n more_columns"]:
     """Add an intercept for each group but the first, whose intercept is that of the
     fit.
@@ -220,7 +223,7 @@ def _with_intercepts(
     n_needed = design.shape[1] + 2
     if len(design) < n_needed:
         raise ValueError(
-            f"a fit within {len(levels)} values of {within!r} needs {n_needed} models, "
+            f"a fit within {len(levels)} values of {column!r} needs {n_needed} models, "
             f"got {len(design)}"
         )
     return design
@@ -231,6 +234,7 @@ def _check_independent(
 ) -> None:
     """Raise ValueError where columns in standard units determine each other."""
     n_models, n_columns = standard.shape
+    # Columns that determine each other leave rounding, 1e-16 of the largest value.
     tolerance = 1e-10 * np.linalg.norm(standard, 2)
     if np.linalg.matrix_rank(standard, tol=tolerance) < n_columns:
         raise ValueError(
@@ -241,6 +245,7 @@ def _check_independent(
 
 def _r_squared_given(result: Any) -> float:
     """Return the share that x explains of the variance that the controls leave."""
+    # The squared partial correlation of x, from its t.
     t_squared = result.tvalues[1] ** 2
     return float(t_squared / (t_squared + result.df_resid))
 
@@ -262,22 +267,23 @@ def exponential_fit(
     was made.
     """
     rows = rows_to_fit(table, (x,), y, [] if families is None else [families])
-    across = rows[x].to_numpy()
-    up = rows[y].to_numpy()
+    x_values = rows[x].to_numpy()
+    y_values = rows[y].to_numpy()
     # In standard units: otherwise a and b are nearly collinear.
-    centre = across.mean()
-    scale = across.std()
-    z = (across - centre) / scale
+    centre = x_values.mean()
+    scale = x_values.std()
+    z = (x_values - centre) / scale
     try:
-        (a, b), covariance = _exponential(z, up)
+        (a, b), covariance = _exponential(z, y_values)
     except RuntimeError:
         raise ValueError(
             f"the fit of a · exp(b · {x}) to {y!r} does not converge "
             f"on {len(rows)} rows"
         ) from None
     curve = np.exp(b * z)
-    residuals = up - a * curve
+    residuals = y_values - a * curve
     errors = _standard_errors(
+        # The derivatives of the curve by a and by b, at the solution.
         np.column_stack([curve, a * z * curve]),
         residuals,
         None if families is None else rows[families].to_numpy(int),
@@ -286,11 +292,12 @@ def exponential_fit(
     )
     error = errors.errors[1]
     freedom = errors.freedom[1]
-    squares = ((up - up.mean()) ** 2).sum()
+    squares = ((y_values - y_values.mean()) ** 2).sum()
     return ExponentialFit(
         x=x,
         y=y,
         n=len(rows),
+        # Back from standard units of x.
         a=float(a * np.exp(-b * centre / scale)),
         b=float(b / scale),
         b_interval=t_interval(b / scale, error / scale, freedom),
@@ -307,12 +314,16 @@ def _exponential(
     """
     from scipy import optimize
 
+    # At a = 0 the curve does not depend on b: no search can start there.
     start = (y.mean() or 1.0, 0.0)
     has_one_sign = (y > 0).all() or (y < 0).all()
     if has_one_sign:
+        # Of one sign, `log |y|` is about a line in z.
         line = stats.linregress(z, np.log(np.abs(y)))
         start = (np.sign(y[0]) * np.exp(line.intercept), line.slope)
     with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
+        # scipy warns where it cannot estimate the covariance: there is no interval
+        # then.
         warnings.simplefilter("error", optimize.OptimizeWarning)
         try:
             parameters, covariance = optimize.curve_fit(
@@ -374,10 +385,11 @@ def covariate_fits(
     rows = []
     for name in covariates:
         complete = complete_rows(table, (x, y, name)).index
+        # Both fits on the models that have all three values.
         models = table[table.index.isin(complete)]
         fit = linear_fit(models, name, y, families=families)
-        of_x = linear_fit(models, x, y, families=families)
-        rows.append((fit.n, fit.slope, fit.r_squared, fit.p, of_x.r_squared, of_x.p))
+        x_fit = linear_fit(models, x, y, families=families)
+        rows.append((fit.n, fit.slope, fit.r_squared, fit.p, x_fit.r_squared, x_fit.p))
     index = pandas.Index(list(covariates), name="covariate")
     columns = ["n", "slope", "r_squared", "p", "x_r_squared", "x_p"]
     return pandas.DataFrame(rows, index, columns)
@@ -458,6 +470,7 @@ def family_codes(table: pandas.DataFrame, column: str) -> Int[np.ndarray, " n"]:
         columns = ", ".join(map(str, table))
         raise ValueError(f"no column {column!r}; the columns are {columns}")
     values = table[column]
+    # As text without spaces around it: one family is not two for a typing slip.
     texts = values.astype(str).str.strip().mask(values.isna(), "")
     labels = texts.to_numpy(object)
     places = np.arange(len(table))
@@ -474,6 +487,7 @@ def rows_to_fit(
         ValueError: too few rows; a constant column; as in `complete_rows`.
     """
     table = table.assign(**{name: family_codes(table, name) for name in families})
+    # A column that is asked for twice is read once.
     rows = complete_rows(table, list(dict.fromkeys((*names, y, *families))))
     n_needed = len(names) + 2
     if len(rows) < n_needed:
@@ -519,7 +533,7 @@ def _standard_errors(
     design: Float[np.ndarray, "n n_columns"],
     residuals: Float[np.ndarray, " n"],
     families: np.ndarray | None,
-    of_equal_variance: _StandardErrors,
+    equal_variance_errors: _StandardErrors,
     *,
     equal_variance: bool,
 ) -> _StandardErrors:
@@ -533,9 +547,10 @@ def _standard_errors(
         if 1 < n_families < len(design):
             robust = cluster_robust(design, residuals, families)
             return _StandardErrors(*robust, n_families, has_equal_variance=False)
+    # The diagonal of the hat matrix. HC2 divides by 1 minus it.
     leverage = np.square(np.linalg.qr(design)[0]).sum(1)
     if equal_variance or leverage.max() > 1 - _ROUNDING:
-        return of_equal_variance
+        return equal_variance_errors
     each_its_own = np.arange(len(design))
     robust = cluster_robust(design, residuals, each_its_own)
     return _StandardErrors(*robust, has_equal_variance=False)

@@ -56,6 +56,7 @@ def crossed_mean(
     squares_by_freedom = np.zeros(x.shape[2:])
     is_sampled = np.zeros(x.shape[2:], bool)
     for axis in (0, 1):
+        # The means of rows, then those of columns.
         means = masked.mean(1 - axis)
         n = means.count(0)
         square = np.zeros(x.shape[2:])
@@ -64,8 +65,12 @@ def crossed_mean(
         squares = squares + square
         squares_by_freedom = squares_by_freedom + square**2 / np.maximum(n - 1, 1)
         is_sampled = is_sampled | (n > 1)
+    # Welch and Satterthwaite. Without any spread the width is 0 for any freedom.
     freedom = np.divide(
-        squares**2, squares_by_freedom, out=np.ones(x.shape[2:]), where=squares > 0
+        squares**2,
+        squares_by_freedom,
+        out=np.ones(x.shape[2:]),
+        where=squares > 0,
     )
     half_width = stats.t.ppf(_UPPER, freedom) * np.sqrt(squares)
     mean = np.ma.filled(masked.mean((0, 1)), np.nan)
@@ -80,6 +85,7 @@ def rank_correlation_of_rows(
     It is Pearson's r of the ranks, ties being at their mean rank. A row may end in NaN,
     in the same places of both, where it is shorter than the others.
     """
+    # Two pairs correlate by 1 or −1 whatever they are.
     if a.shape[1] < 3:
         return np.full(len(a), np.nan)
     is_known = np.isfinite(a)
@@ -205,8 +211,8 @@ def block_permutations(
         members = np.stack(
             [np.flatnonzero(families == name) for name in names[sizes == size]]
         )
-        in_order = np.tile(np.arange(len(members)), (n_permutations, 1))
-        order_of_families = rng.permuted(in_order, axis=1)
+        own_order = np.tile(np.arange(len(members)), (n_permutations, 1))
+        order_of_families = rng.permuted(own_order, axis=1)
         exchanged = rng.permuted(members[order_of_families], axis=2)
         permuted[:, members.ravel()] = exchanged.reshape(n_permutations, -1)
     return permuted
@@ -241,11 +247,11 @@ def _all_block_orders(
     for size in np.unique(sizes):
         members = [np.flatnonzero(families == name) for name in names[sizes == size]]
         # What takes the places of these members, in all ways.
-        within = [list(itertools.permutations(family)) for family in members]
+        own_orders = [list(itertools.permutations(family)) for family in members]
         taken = [
-            np.concatenate([chosen[family] for family in of_families])
-            for chosen in itertools.product(*within)
-            for of_families in itertools.permutations(range(len(members)))
+            np.concatenate([chosen[family] for family in family_order])
+            for chosen in itertools.product(*own_orders)
+            for family_order in itertools.permutations(range(len(members)))
         ]
         # Each way beside each of the families of other sizes.
         orders = np.repeat(orders, len(taken), axis=0)
@@ -305,8 +311,8 @@ def cluster_robust(
     weights = []
     for family in np.unique(families):
         is_member = families == family
-        within = annihilator[np.ix_(is_member, is_member)]
-        adjustment = _inverse_root(within)
+        annihilator_block = annihilator[np.ix_(is_member, is_member)]
+        adjustment = _inverse_root(annihilator_block)
         weights.append(
             coefficients_of[:, is_member] @ adjustment @ annihilator[is_member]
         )
@@ -315,6 +321,7 @@ def cluster_robust(
     squares = ((parts @ residuals) ** 2).sum(1)
     products = parts @ parts.transpose(0, 2, 1)
     with np.errstate(invalid="ignore", divide="ignore"):
+        # Σ λ and Σ λ² of a symmetric matrix, without its eigenvalues.
         freedom = np.trace(products, axis1=1, axis2=2) ** 2 / (products**2).sum((1, 2))
     return np.sqrt(squares), freedom
 
@@ -418,6 +425,7 @@ def percentile_interval(
     upper = _UPPER
     if n_resampled is not None and n_resampled > 1:
         t = stats.t.ppf(_UPPER, n_resampled - 1)
+        # Φ(t √(n / (n − 1))) in the place of .975.
         upper = stats.norm.cdf(t * np.sqrt(n_resampled / (n_resampled - 1)))
     return np.quantile(draws, [1 - upper, upper], axis=0)
 
