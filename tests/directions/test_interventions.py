@@ -110,7 +110,7 @@ def test_removal_is_an_interchange_with_the_mean(trace):
     interchange = pytest.importorskip("transformer_lens.tools.analysis.interchange")
     B, mean = frame(3), trace.residual[1].mean(0)
     x = trace.residual[1]
-    kept = x - Projection({1: B}, {1: mean}).of(x[None], 1)[0]
+    kept = x - Projection({1: B}, {1: mean}).project(x[None], 1)[0]
     theirs = interchange.SubspaceInterchange(B)(x, mean.expand_as(x))
     torch.testing.assert_close(kept, theirs, atol=1e-6, rtol=1e-5)
 

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.directions.downstream import after_last_block, change_of_logits
+from tl_coupling.directions.downstream import carry_to_end, change_of_logits
 
 PROMPTS = [f"w{i} w{3 * i + 2} w{i + 7} w{2 * i + 30}" for i in range(1, 9)]
 
@@ -44,7 +44,7 @@ def test_logits_change_as_the_derivative_says(model, side):
     directions = tlc.directions.directions_of(traced, 0, k=2, side=side)
     first = 0 if side == "read" else 1
     t = traced.n_pos - 1
-    arrived = after_last_block(traced, directions.vectors, first, t)
+    arrived = carry_to_end(traced, directions.vectors, first, t)
     change = change_of_logits(traced, arrived, t)
     # Not smaller: norms of the model itself round to float32.
     epsilon = 3e-3

@@ -150,10 +150,11 @@ class Ablation(Saved):
         rows: list[dict[str, object]] = []
         shared = self.of("shared")
         for kind in dict.fromkeys(self.kinds):
-            of_draws = self._draws_of(kind, "loss_change")
-            of_kind = of_draws.mean(0)
-            interval = paired_difference(np.zeros_like(of_kind), of_kind)
-            less = paired_difference(of_kind, shared)
+            draw_effects = self._draws_of(kind, "loss_change")
+            kind_effects = draw_effects.mean(0)
+            # Beside zeros the paired interval is the t interval of the effect itself.
+            interval = paired_difference(np.zeros_like(kind_effects), kind_effects)
+            less = paired_difference(kind_effects, shared)
             rows.append(
                 {
                     "kind": kind,
@@ -161,8 +162,8 @@ class Ablation(Saved):
                     "loss_change": float(interval.estimate),
                     "low": float(interval.low),
                     "high": float(interval.high),
-                    "draws_low": of_draws.mean(1).min(),
-                    "draws_high": of_draws.mean(1).max(),
+                    "draws_low": draw_effects.mean(1).min(),
+                    "draws_high": draw_effects.mean(1).max(),
                     "shared_less_this": float(less.estimate),
                     "shared_less_this_low": float(less.low),
                     "shared_less_this_high": float(less.high),
@@ -259,6 +260,7 @@ def ablate(
             f"`rank` must be at most that of the subspace, {subspace.rank}, got {rank}"
         )
     chosen = subspace.layers if layers is None else tuple(layers)
+    # The subspace knows nothing of other layers, such as their mean stream.
     missing = sorted(set(chosen) - set(subspace.layers))
     if missing or not chosen:
         raise ValueError(
@@ -278,10 +280,12 @@ def ablate(
         )
     ]
     return Ablation(
-        loss=torch.stack([of_prompt.loss for of_prompt in ablated]),
-        loss_change=torch.stack([of_prompt.loss_change for of_prompt in ablated], -1),
-        kl=torch.stack([of_prompt.kl for of_prompt in ablated], -1),
-        removed=torch.stack([of_prompt.removed for of_prompt in ablated], -1),
+        loss=torch.stack([prompt_effects.loss for prompt_effects in ablated]),
+        loss_change=torch.stack(
+            [prompt_effects.loss_change for prompt_effects in ablated], -1
+        ),
+        kl=torch.stack([prompt_effects.kl for prompt_effects in ablated], -1),
+        removed=torch.stack([prompt_effects.removed for prompt_effects in ablated], -1),
         kinds=conditions.kinds,
         layers=chosen,
         prompts=tuple(tokens_of_prompts),
@@ -320,6 +324,7 @@ def _tokenized(
                 f"`first_position` must be below {len(tokens)}, the number of tokens of "
                 f"prompt {prompt.id!r}, got {first_position}: nothing would be removed"
             )
+        # By their tokens: one text under two names is one prompt.
         different.add(prompt.id, tokens)
         tokens_by_id[prompt.id] = tokens
     return tokens_by_id
@@ -364,9 +369,11 @@ def _conditions(
     basis = subspace.bases[index][:, :rank]
     whole = torch.eye(len(basis), device=basis.device)
     # The same subspace at every layer, as the shared one is.
+    # One half for "random", the other, scaled, for "norm_matched".
     random = list(frames(2 * n_draws, whole, rank, generator))
     kinds = ["shared"] + ["random"] * n_draws + ["norm_matched"] * n_draws
     span = subspace.span[index]
+    # Rows of few tokens span few directions.
     has_principal = span.shape[-1] >= rank
     if not has_principal:
         warn_caller(
@@ -379,6 +386,7 @@ def _conditions(
         "unshared": subspace.unshared[index],
         "low_gain": subspace.low_gain[index],
     }
+    # A span that is narrower than the rank holds no frame of it.
     drawn = {
         kind: columns for kind, columns in spans.items() if columns.shape[-1] >= rank
     }
@@ -386,12 +394,15 @@ def _conditions(
     bases: dict[int, Tensor] = {}
     for layer in layers:
         row = subspace.layers.index(layer)
-        of_layer = [basis, *random]
+        # In the order of `kinds`.
+        layer_bases = [basis, *random]
         if has_principal:
-            of_layer.append(span[row, :, :rank])
+            layer_bases.append(span[row, :, :rank])
         for columns in drawn.values():
-            of_layer += frames(n_draws, columns[row], rank, generator)
-        bases[layer] = torch.stack(of_layer)
+            # Each layer has its own span, and so its own frames.
+            layer_bases += frames(n_draws, columns[row], rank, generator)
+        bases[layer] = torch.stack(layer_bases)
+    # What blocks write is removed as it is, what they read without its mean.
     means = dict(zip(subspace.layers, subspace.mean, strict=True))
     return _Conditions(tuple(kinds), bases, means if side == "read" else {})
 
@@ -414,16 +425,20 @@ def _ablated(
     first_position: int,
 ) -> _Ablated:
     """Measure the effects on one prompt."""
-    before = log_probabilities(model, tokens, dtype=torch.float32)
-    loss = losses(before, tokens)
+    log_p_before = log_probabilities(model, tokens, dtype=torch.float32)
+    loss = losses(log_p_before, tokens)
     parts = []
-    for which in _batches(len(conditions.kinds), rows_at_once(*before.shape[1:])):
+    # As many conditions at once as have logits that fit: `[n_pos d_vocab]` each.
+    for which in _batches(len(conditions.kinds), rows_at_once(*log_p_before.shape[1:])):
         n_rows = which.stop - which.start
         projection = conditions.some(which, first_position)
         hooks = removal_hooks(projection, layers, side)
-        after = log_probabilities(model, tokens, hooks, n_rows, dtype=torch.float32)
-        change = losses(after, tokens) - loss
-        kl_of_tokens = kl(before, after).mean(1)
+        log_p_after = log_probabilities(
+            model, tokens, hooks, n_rows, dtype=torch.float32
+        )
+        # The loss of the unchanged model is one row, and broadcast.
+        change = losses(log_p_after, tokens) - loss
+        kl_of_tokens = kl(log_p_before, log_p_after).mean(1)
         parts.append((change, kl_of_tokens, projection.removed.double()))
     change, divergence, removed = (torch.cat(part) for part in zip(*parts, strict=True))
     return _Ablated(loss[0].cpu(), change.cpu(), divergence.cpu(), removed.cpu())

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.comparisons import as_trace
-from tl_coupling.directions.downstream import after_last_block, change_of_logits
-from tl_coupling.directions.draws import unit_vectors, within
+from tl_coupling.directions.downstream import carry_to_end, change_of_logits
+from tl_coupling.directions.draws import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_directions
 from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens
@@ -135,7 +135,7 @@ class Decoded(Saved):
         rows: list[dict[str, object]] = []
         for w, way in enumerate(self.ways):
             for i, group in enumerate(self.groups.tolist()):
-                of_direction = {
+                direction_values = {
                     "gain": float(self.gains[i]),
                     "group": group,
                     "kurtosis": float(self.kurtosis[w, i]),
@@ -153,7 +153,7 @@ class Decoded(Saved):
                                 "token": text,
                                 "logit": float(self.logits[w, i, e, rank]),
                                 "next_token_rank": next_rank,
-                                **of_direction,
+                                **direction_values,
                             }
                         )
         return pandas.DataFrame(rows)
@@ -165,8 +165,11 @@ class Decoded(Saved):
     def _exceeded(self, way: int, direction: int) -> dict[str, float]:
         own = self.kurtosis[way, direction]
         shares = {}
-        for control, of_control in zip(CONTROLS, self.control_kurtosis, strict=True):
-            drawn = of_control[way][of_control[way].isfinite()]
+        for control, drawn_kurtosis in zip(
+            CONTROLS, self.control_kurtosis, strict=True
+        ):
+            # Controls of fewer draws are filled up with NaN.
+            drawn = drawn_kurtosis[way][drawn_kurtosis[way].isfinite()]
             share = (
                 float((drawn >= own).double().mean()) if len(drawn) else float("nan")
             )
@@ -242,25 +245,29 @@ def decode(
     write = found.write.mT
     drawn = {
         "random": unit_vectors(n_draws, trace.d_model, generator).to(write),
-        "rotated": within(n_draws, found.write, generator),
+        "rotated": span_vectors(n_draws, found.write, generator),
     }
     later = _Later(trace, index, t, lens)
-    of_directions = later.read_out(write)
+    direction_logits = later.read_out(write)
+    # What the model itself finds most likely, not what the text has next.
     next_token = int(trace.logits(trace.residual[-1, t], trace.final_norm).argmax())
-    of_controls = [later.read_out(vectors) for vectors in drawn.values()]
-    of_controls.append(_of_others(others, trace, index, k, position, later))
-    tops = _tops(of_directions, n_tokens)
+    control_logits = [later.read_out(vectors) for vectors in drawn.values()]
+    control_logits.append(
+        _other_prompt_logits(others, trace, index, k, position, later)
+    )
+    tops = _tops(direction_logits, n_tokens)
+    # Sorted, so that `searchsorted` gives each token its place among the texts.
     token_ids = sorted(set(tops.indices.flatten().tolist()))
     components, labels = _components(trace, index, t)
     random_reads = drawn["random"].to(components) @ components.mT
-    statistics = [_statistics(logits, next_token) for logits in of_controls]
+    statistics = [_statistics(logits, next_token) for logits in control_logits]
     return Decoded(
         gains=found.gains,
         groups=_groups(found.gains),
         tokens=torch.searchsorted(torch.tensor(token_ids), tops.indices.cpu()),
         logits=tops.values,
-        kurtosis=_kurtosis(of_directions),
-        next_token_rank=_ranks(of_directions, next_token),
+        kurtosis=_kurtosis(direction_logits),
+        next_token_rank=_ranks(direction_logits, next_token),
         control_kurtosis=_padded([kurtosis for kurtosis, _ in statistics]),
         control_next_token_rank=_padded([rank for _, rank in statistics]),
         reads=found.read.mT.to(components) @ components.mT,
@@ -297,16 +304,17 @@ class _Later(NamedTuple):
     def read_out(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n_ways n v"]:
         """Return the logits of each direction, by each way."""
         trace, t = self.trace, self.position
-        arrived = after_last_block(trace, vectors, self.layer + 1, t)
-        by_way = [
+        # On the way the direction passes the blocks behind its own.
+        arrived = carry_to_end(trace, vectors, self.layer + 1, t)
+        logits_by_way = [
             _unembedded(trace, vectors),
             change_of_logits(trace, vectors, t),
             change_of_logits(trace, arrived, t),
         ]
         if self.lens is not None:
             transported = self.lens.transport(vectors, self.layer)
-            by_way.append(change_of_logits(trace, transported, t))
-        return torch.stack([logits.float() for logits in by_way])
+            logits_by_way.append(change_of_logits(trace, transported, t))
+        return torch.stack([logits.float() for logits in logits_by_way])
 
 
 def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
@@ -319,7 +327,7 @@ def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n
     return vectors.to(W_U) @ W_U.detach()
 
 
-def _of_others(
+def _other_prompt_logits(
     others: Iterable[object],
     trace: Trace,
     layer: int,
@@ -337,6 +345,7 @@ def _of_others(
             raise ValueError("`others` must be traced with the model of `trace`")
         found.append(block_directions(other, layer, k, position).write.mT)
     if not found:
+        # No other prompts: a control without draws.
         return trace.residual.new_zeros(len(later.ways), 0, 1)
     return later.read_out(torch.cat(found))
 
@@ -350,6 +359,7 @@ class _Tops(NamedTuple):
 
 def _tops(logits: Float[Tensor, "n_ways k v"], n_tokens: int) -> _Tops:
     n_tokens = min(n_tokens, logits.shape[-1])
+    # The other end of a direction has its logits with the other sign.
     largest = torch.stack([logits, -logits], dim=2).topk(n_tokens)
     return _Tops(largest.values, largest.indices)
 
@@ -371,6 +381,7 @@ def _ranks(
     logits: Float[Tensor, "n_ways n v"], token: int
 ) -> Int[Tensor, "n_ways n 2"]:
     """Return the place of a token among the logits of both ends, from 1."""
+    # As many logits above it, or below it at the other end, are before it.
     own = logits[..., token, None]
     return torch.stack([(logits > own).sum(-1), (logits < own).sum(-1)], -1) + 1
 
@@ -386,15 +397,15 @@ def _statistics(
 
 
 def _padded(
-    of_controls: Sequence[Float[Tensor, "n_ways n"]],
+    control_values: Sequence[Float[Tensor, "n_ways n"]],
 ) -> Float[Tensor, "n_controls n_ways n_most"]:
     """Stack controls of different numbers of draws, with NaN where there is none."""
-    n_most = max(values.shape[1] for values in of_controls)
+    n_most = max(values.shape[1] for values in control_values)
     padded = [
         torch.nn.functional.pad(
             values.cpu(), (0, n_most - values.shape[1]), value=torch.nan
         )
-        for values in of_controls
+        for values in control_values
     ]
     return torch.stack(padded)
 
@@ -418,17 +429,19 @@ def _components(
     assert trace.tokens is not None
     with torch.no_grad():
         _, cache = model.run_with_cache(trace.tokens[None])
+        # Parts are `[component batch pos d_model]`, of a batch of one.
         parts, labels = cache.decompose_resid(layer, mode="all", return_labels=True)
         rows = dict(zip(labels, parts[:, 0, position], strict=True))
-        rows = _with_heads(model, cache, rows, layer, position)
+        rows = _split_heads(model, cache, rows, layer, position)
     components = torch.stack(list(rows.values())).to(trace.residual)
     x = trace.residual[layer, position]
+    # Biases of attention, for example, are no component of the cache.
     rest = x - components.sum(0)
     stacked = torch.cat([components, rest[None]])
     return stacked, (*rows, "rest")
 
 
-def _with_heads(
+def _split_heads(
     model: Any, cache: Any, rows: dict[str, Tensor], layer: int, position: int
 ) -> dict[str, Tensor]:
     """Put heads in the place of attention outputs, where TransformerLens has them.
@@ -436,23 +449,26 @@ def _with_heads(
     Each is what it adds to the stream, through the norm behind attention if the model
     has one (Gemma 2 and 3, OLMo 2).
     """
+    # The first block has no head before it.
     if not layer:
         return rows
     try:
         results, labels = cache.stack_head_results(layer, return_labels=True)
+    # Where TransformerLens cannot tell heads apart attention stays one component.
     except (AttributeError, KeyError, NotImplementedError, ValueError, RuntimeError):
         return rows
-    of_heads = dict(zip(labels, results[:, 0, position], strict=True))
+    head_rows = dict(zip(labels, results[:, 0, position], strict=True))
     split: dict[str, Tensor] = {}
     for label, row in rows.items():
         block = label.removesuffix("_attn_out")
         heads = {
-            name: of_heads[name] for name in of_heads if name.startswith(f"L{block}H")
+            name: head_rows[name] for name in head_rows if name.startswith(f"L{block}H")
         }
         if not label.endswith("_attn_out") or not heads:
             split[label] = row
             continue
         attended = torch.stack(list(heads.values())).sum(0)
+        # A norm behind attention scales the sum of all heads: each with the same gain.
         gain = _gain_of_norm(model.blocks[int(block)], attended, row)
         split |= {name: gain * head for name, head in heads.items()}
     return split
@@ -464,6 +480,7 @@ def _gain_of_norm(
     """Return by what each entry of x is multiplied before it is written: the gain of
     the norm `w ⊙ x / scale` that makes the one of the other; 1 if the block has none.
     """
+    # Entries of ± 1 have mean 0 and mean square 1: a norm makes its own weight of them.
     signs = torch.ones_like(x)
     signs[1::2] = -1
     for norm in block.modules():
@@ -471,6 +488,7 @@ def _gain_of_norm(
             continue
         # So large that ε beside the mean square does not matter.
         w = norm(_LARGE * signs[None, None])[0, 0] / signs
+        # By least squares: what the norm divided by is not known.
         per_scale = (w * x) @ written / (w * x).square().sum()
         if _is_close(per_scale * w * x, written):
             return per_scale * w

@@ -12,10 +12,10 @@ from tl_coupling.jacobians import block_jacobians
 from tl_coupling.traces import Trace
 
 # Directions whose logits are differentiated at once.
-_AT_ONCE = 16
+_BATCH_SIZE = 16
 
 
-def after_last_block(
+def carry_to_end(
     trace: Trace,
     vectors: Float[Tensor, "n d_model"],
     first_layer: int,
@@ -26,15 +26,16 @@ def after_last_block(
     if not layers:
         return vectors
     J = block_jacobians(trace, layers, position=position, progress=False)
-    return through(J, vectors)
+    return carry(J, vectors)
 
 
-def through(
+def carry(
     J: Float[Tensor, "n_layers d_model d_model"], vectors: Float[Tensor, "n d_model"]
 ) -> Float[Tensor, "n d_model"]:
     """Return the product of `I + J` of all layers, the first one first, times vectors."""
     moved = vectors.to(J)
     for J_of_layer in J:
+        # Vectors are rows: `(I + J) v` of each.
         moved = moved + moved @ J_of_layer.mT
     return moved
 
@@ -54,15 +55,15 @@ def change_of_logits(
     def logits(row: Tensor) -> Tensor:
         return trace.logits(row, normalised=trace.final_norm)
 
-    def along(vector: Tensor) -> Tensor:
+    def logits_change(vector: Tensor) -> Tensor:
         change: Tensor = torch.func.jvp(logits, (x,), (vector,))[1]
         return change
 
     # The first call runs the whole model once, which need not be differentiable forwards.
     logits(x)
-    rows: Sequence[Tensor] = vectors.to(x).split(_AT_ONCE)
+    rows: Sequence[Tensor] = vectors.to(x).split(_BATCH_SIZE)
     try:
-        return torch.cat([torch.func.vmap(along)(some) for some in rows])
+        return torch.cat([torch.func.vmap(logits_change)(some) for some in rows])
     except Exception as error:
         # A foreign norm or unembedding may raise anything within torch.func.
         if is_out_of_memory(error):

@@ -13,7 +13,7 @@ def unit_vectors(n: int, d: int, generator: torch.Generator) -> Float[Tensor, "n
     return gaussian / gaussian.norm(dim=-1, keepdim=True)
 
 
-def within(
+def span_vectors(
     n: int, span: Float[Tensor, "d m"], generator: torch.Generator
 ) -> Float[Tensor, "n d"]:
     """Return random unit vectors in the span of orthonormal columns."""
@@ -25,5 +25,6 @@ def frames(
 ) -> Iterator[Float[Tensor, "d rank"]]:
     """Yield random orthonormal frames in the span of orthonormal columns."""
     for _ in range(n):
+        # QR of a Gaussian is Haar-random but for signs, which a subspace does not have.
         gaussian = torch.randn(span.shape[1], rank, generator=generator)
         yield span @ torch.linalg.qr(gaussian).Q.to(span)

@@ -12,6 +12,7 @@ from tl_coupling.directions.interventions import Hook
 
 # How much memory the logits of one pass may take.
 _BYTES_OF_LOGITS = 200_000_000
+# Log-probabilities are in float64 unless a caller asks for less.
 _BYTES_OF_NUMBER = 8
 
 
@@ -38,16 +39,17 @@ def log_probabilities(
 
 
 def kl(
-    before: Float[Tensor, "... d_vocab"],
-    after: Float[Tensor, "n_rows ... d_vocab"],
+    log_p_before: Float[Tensor, "... d_vocab"],
+    log_p_after: Float[Tensor, "n_rows ... d_vocab"],
 ) -> Float[Tensor, "n_rows ..."]:
     """Return `KL(before ‖ after)` of each row, in nats, from log-probabilities."""
-    return (before.exp() * (before - after)).sum(-1)
+    return (log_p_before.exp() * (log_p_before - log_p_after)).sum(-1)
 
 
 def losses(
     log_p: Float[Tensor, "n_rows n_pos d_vocab"], tokens: Int[Tensor, " n_pos"]
 ) -> Float[Tensor, " n_rows"]:
     """Return the mean negative log-likelihood of the tokens from the second on, nats."""
+    # Position t predicts token t + 1: the last position predicts none that is known.
     next_tokens = tokens[1:].expand(len(log_p), -1)[..., None]
     return -log_p[:, :-1].gather(-1, next_tokens).double().mean((1, 2))

@@ -37,6 +37,7 @@ _ROUNDING = 8
 
 def hook_point(layer: int, side: Side) -> str:
     """Return the hook point of what a block reads, or of what is there after it wrote."""
+    # Names of hook points are the same at all tokens.
     connection = Connection(layer, 0, 0, 0)
     if side == "read":
         return connection.read_hook_point
@@ -85,6 +86,7 @@ class Directions(Saved):
                 f"{list(self.vectors.shape)}"
             )
         vectors = self.vectors
+        # In 16 bits a length of 1 cannot be held to the tolerance.
         if vectors.element_size() < torch.float32.itemsize:
             vectors = vectors.float()
         lengths = vectors.norm(dim=-1)
@@ -101,6 +103,7 @@ class Directions(Saved):
             )
         rounding = _ROUNDING * torch.finfo(lengths.dtype).eps
         divisors = lengths.where((lengths - 1).abs() > rounding, 1.0)
+        # The dataclass is frozen, this is its making.
         object.__setattr__(self, "vectors", vectors / divisors[:, None])
 
     @property
@@ -224,6 +227,7 @@ def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
                 "attach it again, or find the directions without it"
             )
     expected = provenance.get("weights_digest")
+    # Not known of streamed models, nor of results of earlier versions.
     if expected is None:
         return
     found = weights_digest(model)
@@ -250,10 +254,11 @@ def steering_hooks(
 
     def add(h: Stream, hook: object) -> Stream:
         _check_batch(h, len(vectors), position)
-        at = slice(None) if position is None else [position]
+        tokens = slice(None) if position is None else [position]
+        # h itself belongs to the model.
         moved = h.clone()
-        lengths = h[:, at].norm(dim=-1, keepdim=True)
-        moved[:, at] += scale * lengths * vectors.to(h)[:, None]
+        lengths = h[:, tokens].norm(dim=-1, keepdim=True)
+        moved[:, tokens] += scale * lengths * vectors.to(h)[:, None]
         return moved
 
     return [(name, add)]
@@ -277,8 +282,8 @@ def _check_batch(h: Stream, n_directions: int, position: int | None) -> None:
 def removal_hooks(removal: Projection, layers: Sequence[int], side: Side) -> list[Hook]:
     """Return hooks that take something from what blocks read, or from what they write.
 
-    On the read side the block reads `h − removal.of(h)`, and the stream keeps h. On the
-    write side the stream gets `f − removal.of(f)`.
+    On the read side the block reads `h − removal.project(h)`, and the stream keeps h.
+    On the write side the stream gets `f − removal.project(f)`.
     """
     hooks: list[Hook] = []
     for layer in layers:
@@ -291,11 +296,12 @@ def _removal_hooks(removal: Projection, layer: int, side: Side) -> list[Hook]:
     kept: list[Tensor] = []
 
     def take_from_input(h: Stream, hook: object) -> Stream:
-        taken = removal.of(h, layer)
+        taken = removal.project(h, layer)
         kept[:] = [taken]
         return h - taken
 
     def give_back(output: Stream, hook: object) -> Stream:
+        # The stream keeps what the block did not read.
         return output + kept.pop()
 
     def keep_input(h: Stream, hook: object) -> Stream:
@@ -304,9 +310,13 @@ def _removal_hooks(removal: Projection, layer: int, side: Side) -> list[Hook]:
         return h
 
     def take_from_step(output: Stream, hook: object) -> Stream:
-        return output - removal.of(output - kept.pop(), layer)
+        # What the block wrote is the output less the input.
+        return output - removal.project(output - kept.pop(), layer)
 
-    before, after = (
+    read_hook, write_hook = (
         (take_from_input, give_back) if side == "read" else (keep_input, take_from_step)
     )
-    return [(hook_point(layer, "read"), before), (hook_point(layer, "write"), after)]
+    return [
+        (hook_point(layer, "read"), read_hook),
+        (hook_point(layer, "write"), write_hook),
+    ]

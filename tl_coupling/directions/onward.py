@@ -49,7 +49,7 @@ class Onward(NamedTuple):
             logits = self.trace.logits(x, normalised=self.trace.final_norm)
         return logits.double().log_softmax(-1)
 
-    def of_batches(
+    def measure_batches(
         self,
         rows: Float[Tensor, "n_rows d_model"],
         measure: Callable[[Float[Tensor, "n d_vocab"]], Float[Tensor, "n effect"]],
@@ -57,6 +57,7 @@ class Onward(NamedTuple):
         """Return what is measured of the predictions, for as many rows at a time as have
         logits that fit into memory.
         """
+        # How wide logits are is known from those of one row.
         d_vocab = self.log_probabilities(rows[:1]).shape[-1]
         batches = rows.split(rows_at_once(1, d_vocab))
         return torch.cat([measure(self.log_probabilities(batch)) for batch in batches])
@@ -86,8 +87,8 @@ class Onward(NamedTuple):
         is_the_models = bool((p - log_p.exp()).abs().max() <= tolerance)
         if not is_the_models or not rounding:
             return is_the_models
-        of_all_rows = self._log_probabilities_of_all_rows(row).exp()
-        return bool((p - of_all_rows).abs().max() <= _TOLERANCE)
+        p_of_all_rows = self._log_probabilities_of_all_rows(row).exp()
+        return bool((p - p_of_all_rows).abs().max() <= _TOLERANCE)
 
     @property
     def _rounding(self) -> float:
@@ -103,6 +104,7 @@ class Onward(NamedTuple):
         x = row.to(self.trace.residual)
         with torch.no_grad():
             for block in self.trace.blocks[self.layer :]:
+                # The traced stream, moved at the one token.
                 X = block.X.clone()
                 X[self.position] = x
                 x = x + block(X)[self.position]

@@ -23,7 +23,7 @@ class Projection:
         is_matched: `[batch]`.
         first_position: tokens before it keep everything.
         taken, present: sums over layers and tokens of the squared lengths of what was
-            taken and of what was there, added to by `of`, `[batch]`.
+            taken and of what was there, added to by `project`, `[batch]`.
     """
 
     bases: Mapping[int, Tensor]
@@ -34,7 +34,7 @@ class Projection:
     taken: list[Tensor] = field(default_factory=list)
     present: list[Tensor] = field(default_factory=list)
 
-    def of(
+    def project(
         self, x: Float[Tensor, "batch n_pos d_model"], layer: int
     ) -> Float[Tensor, "batch n_pos d_model"]:
         """Return what is taken from x at a layer."""
@@ -45,6 +45,7 @@ class Projection:
         move = (centred @ basis) @ basis.mT
         if self.is_matched is not None:
             move = move * self._scales(centred, move, layer)
+        # Their energy does not count either, in `present`.
         move[:, : self.first_position] = 0
         self.taken.append(move.square().sum((1, 2)))
         self.present.append(centred[:, self.first_position :].square().sum((1, 2)))
@@ -59,6 +60,7 @@ class Projection:
         self, centred: Tensor, move: Tensor, layer: int
     ) -> Float[Tensor, "batch n_pos 1"]:
         assert self.is_matched is not None
+        # As long as what the shared subspace would take of this very stream.
         wanted = (centred @ self.matched[layer].to(move)).norm(dim=-1, keepdim=True)
         length = move.norm(dim=-1, keepdim=True).clamp(min=_SHORTEST)
         is_matched = self.is_matched.to(move.device)[:, None, None]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
 from tl_coupling.comparisons import DifferentPrompts
-from tl_coupling.directions.downstream import change_of_logits, through
-from tl_coupling.directions.draws import unit_vectors, within
+from tl_coupling.directions.downstream import carry, change_of_logits
+from tl_coupling.directions.draws import span_vectors, unit_vectors
 from tl_coupling.directions.effects import (
     kl,
     log_probabilities,
@@ -136,10 +136,11 @@ class Steering(Saved):
 
         rows: list[dict[str, object]] = []
         for kind in dict.fromkeys(self.kinds):
-            of_kind = self._mean(kind, "kl")
-            interval = paired_difference(np.zeros_like(of_kind), of_kind)
+            kind_values = self._mean(kind, "kl")
+            # Beside zeros the paired interval is the t interval of the effect itself.
+            interval = paired_difference(np.zeros_like(kind_values), kind_values)
             predicted = self._mean(kind, "predicted_kl").mean(0)
-            less = paired_difference(of_kind, self.of("direction"))
+            less = paired_difference(kind_values, self.of("direction"))
             for i, scale in enumerate(self.scales):
                 rows.append(
                     {
@@ -166,6 +167,7 @@ class Steering(Saved):
                 f"there are no {kind!r} directions, only {', '.join(sorted(set(self.kinds)))}"
             )
         values = getattr(self, effect).double().cpu().numpy()[is_of_kind]
+        # Even in ε, the prediction is the same for both signs, and has no axis of them.
         if effect != "predicted_kl":
             values = values.mean(2)
         means: np.ndarray = values.mean(0).T
@@ -241,24 +243,31 @@ def steer(
     for prompt in with_progress(named_prompts, progress, "tracing"):
         traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
         different.add_traced(traced)
-        places.append(_Place.of(traced, directions, position))
+        places.append(_Place.from_trace(traced, directions, position))
+    # All prompts are traced by now: controls are drawn from the streams of all.
     generator = seeded(seed)
-    vectors, kinds = _with_controls(directions, places, n_draws, generator)
+    vectors, kinds = _add_controls(directions, places, n_draws, generator)
     steered = [
         _steered(model, place, vectors, directions, scales)
         for place in with_progress(places, progress, "steering")
     ]
     return Steering(
-        kl=torch.stack([of_prompt.kl for of_prompt in steered], -1),
-        surprise=torch.stack([of_prompt.surprise for of_prompt in steered], -1),
+        kl=torch.stack([prompt_effects.kl for prompt_effects in steered], -1),
+        surprise=torch.stack(
+            [prompt_effects.surprise for prompt_effects in steered], -1
+        ),
         logit_difference=torch.stack(
-            [of_prompt.logit_difference for of_prompt in steered], -1
+            [prompt_effects.logit_difference for prompt_effects in steered], -1
         ),
-        predicted_kl=torch.stack([of_prompt.predicted_kl for of_prompt in steered], -1),
+        predicted_kl=torch.stack(
+            [prompt_effects.predicted_kl for prompt_effects in steered], -1
+        ),
         amplification=torch.stack(
-            [of_prompt.amplification for of_prompt in steered], -1
+            [prompt_effects.amplification for prompt_effects in steered], -1
         ),
-        alignment=torch.stack([of_prompt.alignment for of_prompt in steered], -1),
+        alignment=torch.stack(
+            [prompt_effects.alignment for prompt_effects in steered], -1
+        ),
         kinds=kinds,
         scales=tuple(scales),
         prompts=tuple(prompt.id for prompt in named_prompts),
@@ -288,8 +297,12 @@ class _Place(NamedTuple):
     first: int
 
     @classmethod
-    def of(cls, traced: Trace, directions: Directions, position: int) -> "_Place":
+    def from_trace(
+        cls, traced: Trace, directions: Directions, position: int
+    ) -> "_Place":
         t = traced.position_index(position)
+        # The block's own J says which gains are low, the later ones what becomes of a
+        # step.
         layers = range(traced.layer_index(directions.layer), traced.n_layers)
         J = block_jacobians(traced, layers, position=t, progress=False)
         return cls(traced, t, J, 1 if directions.side == "write" else 0)
@@ -301,10 +314,11 @@ class _Place(NamedTuple):
 
     def stream(self, directions: Directions) -> Float[Tensor, "n_pos d_model"]:
         """Return the stream where the directions are added."""
+        # Depth l is what enters block l; what it wrote is there one depth later.
         return self.trace.residual[directions.layer + self.first]
 
 
-def _with_controls(
+def _add_controls(
     directions: Directions,
     places: Sequence[_Place],
     n_draws: int,
@@ -315,14 +329,15 @@ def _with_controls(
     d = own.shape[1]
     span = torch.linalg.qr(own.mT).Q
     low_gain = _low_gains(directions, places)
-    stream = torch.cat([_after_first(place.stream(directions)) for place in places])
+    stream = torch.cat([_later_tokens(place.stream(directions)) for place in places])
     centred = (stream - stream.mean(0)).to(own)
+    # Random sums of centred rows vary as the stream's activations do.
     mixed = torch.randn(n_draws, len(centred), generator=generator).to(own) @ centred
     drawn = {
         "direction": own,
         "random": unit_vectors(n_draws, d, generator).to(own),
-        "rotated": within(n_draws, span, generator),
-        "low_gain": within(n_draws, low_gain.to(own), generator),
+        "rotated": span_vectors(n_draws, span, generator),
+        "low_gain": span_vectors(n_draws, low_gain.to(own), generator),
         "activations": mixed,
     }
     if not bool(centred.any()):
@@ -338,6 +353,7 @@ def _low_gains(
 ) -> Float[Tensor, "d half"]:
     """Return the singular vectors of smaller gain of the block, over all prompts."""
     J = torch.stack([place.J[0] for place in places]).double()
+    # Gains of what is written are those of the left singular vectors.
     if directions.side == "write":
         J = J.mT
     gram = (J.mT @ J).mean(0)
@@ -345,7 +361,7 @@ def _low_gains(
     return torch.linalg.eigh(gram).eigenvectors[:, : len(gram) // 2]
 
 
-def _after_first(
+def _later_tokens(
     stream: Float[Tensor, "n_pos d_model"],
 ) -> Float[Tensor, "n_rows d_model"]:
     """Return the rows of all tokens but the first, which is many times longer than
@@ -373,30 +389,37 @@ def _steered(
     scales: Sequence[float],
 ) -> _Steered:
     """Measure the effects on one prompt, and predict them."""
+    # Both signs of one scale after the other: `[scale sign]` once it is unfolded.
     steps = [scale * sign for scale, sign in product(scales, SIGNS)]
     h = place.stream(directions)[place.position].double()
+    # `[n_vectors n_steps d_model]`
     moved = h + h.norm() * torch.einsum(
         "s,nd->nsd", torch.tensor(steps).to(h), vectors.to(h)
     )
     onward = Onward(place.trace, directions.layer + place.first, place.position)
     whole = _Whole(model, place, directions.hook_point)
+    # One step is made in both ways, by hooks in the whole model and in its rest.
     if onward.agrees(moved[0, -1], whole.log_probabilities(vectors[:1], steps[-1])[0]):
-        before = onward.log_probabilities(h[None])[0]
-        effects = onward.of_batches(moved.flatten(0, 1), partial(_effects, before))
+        log_p_before = onward.log_probabilities(h[None])[0]
+        effects = onward.measure_batches(
+            moved.flatten(0, 1), partial(_effects, log_p_before)
+        )
     else:
-        before = whole.unchanged()
-        effects = whole.of_steps(vectors, steps, partial(_effects, before))
-    of_signs = effects.reshape(len(vectors), len(scales), len(SIGNS), -1)
-    arrived = through(place.J[place.first :], vectors)
+        log_p_before = whole.unchanged()
+        effects = whole.measure_steps(vectors, steps, partial(_effects, log_p_before))
+    sign_effects = effects.reshape(len(vectors), len(scales), len(SIGNS), -1)
+    # On the write side the first block has run already.
+    arrived = carry(place.J[place.first :], vectors)
     amplification = arrived.norm(dim=1).double()
     change = change_of_logits(place.trace, arrived, place.position).double()
-    p = before.exp().to(change)
+    p = log_p_before.exp().to(change)
+    # `gᵀ(diag p − ppᵀ)g` is the variance of the logits' change under p.
     variance = (change.square() @ p) - (change @ p).square()
     distances = torch.tensor(scales).double().to(h) * h.norm()
     return _Steered(
-        kl=of_signs[..., 0],
-        surprise=of_signs[..., 1],
-        logit_difference=of_signs[..., 2],
+        kl=sign_effects[..., 0],
+        surprise=sign_effects[..., 1],
+        logit_difference=sign_effects[..., 2],
         predicted_kl=variance[:, None] * distances.square() / 2,
         amplification=amplification,
         alignment=variance / amplification.square(),
@@ -433,7 +456,7 @@ class _Whole(NamedTuple):
         assert tokens is not None
         return log_probabilities(self.model, tokens, positions=self.place.row)[0, 0]
 
-    def of_steps(
+    def measure_steps(
         self,
         vectors: Float[Tensor, "n d"],
         steps: Sequence[float],
@@ -443,18 +466,24 @@ class _Whole(NamedTuple):
         n_pos = self.place.trace.n_pos
         d_vocab = len(self.unchanged())
         batches = vectors.split(rows_at_once(n_pos, d_vocab))
-        by_step = [
+        step_effects = [
             torch.cat([measure(self.log_probabilities(b, step)) for b in batches])
             for step in steps
         ]
-        return torch.stack(by_step, dim=1).flatten(0, 1)
+        # Vector by vector, as `Onward` has its rows.
+        return torch.stack(step_effects, dim=1).flatten(0, 1)
 
 
 def _effects(
-    before: Float[Tensor, " d_vocab"], after: Float[Tensor, "n d_vocab"]
+    log_p_before: Float[Tensor, " d_vocab"], log_p_after: Float[Tensor, "n d_vocab"]
 ) -> Float[Tensor, "n effect"]:
     """Return KL, surprise and logit difference of each prediction."""
-    first, second = before.topk(2).indices.tolist()
-    surprise = before[first] - after[:, first]
-    margin = after[:, first] - after[:, second] - (before[first] - before[second])
-    return torch.stack([kl(before, after), surprise, margin], dim=1)
+    first, second = log_p_before.topk(2).indices.tolist()
+    surprise = log_p_before[first] - log_p_after[:, first]
+    # Differences of log-probabilities are differences of logits.
+    margin = (
+        log_p_after[:, first]
+        - log_p_after[:, second]
+        - (log_p_before[first] - log_p_before[second])
+    )
+    return torch.stack([kl(log_p_before, log_p_after), surprise, margin], dim=1)

@@ -225,14 +225,16 @@ def shared_subspace(
         raise ValueError(f"`rank` must be at most d_model = {d}, got {rank}")
     generator = seeded(seed)
     whole = torch.stack(
-        [_Shared.of(sums.G.sum(0)[side], rank).basis for side in (0, 1)]
+        [_Shared.from_matrix(sums.G.sum(0)[side], rank).basis for side in (0, 1)]
     )
     eigenvalues = torch.stack(
-        [_Shared.of(sums.G.sum(0)[side], rank).eigenvalues for side in (0, 1)]
+        [_Shared.from_matrix(sums.G.sum(0)[side], rank).eigenvalues for side in (0, 1)]
     )
+    # Each block on each prompt gives one projector to the mean.
     n_frames = sums.n_prompts * len(sums.layers)
+    # Random frames have no side: the null of both is the same.
     null = torch.stack([_null(n_frames, d, k, rank, n_draws, generator)] * 2)
-    material = _Material.of(sums, whole)
+    material = _Material.from_sums(sums, whole)
     return Subspace(
         bases=whole.float(),
         eigenvalues=(eigenvalues / sums.weight).float(),
@@ -264,7 +266,7 @@ class _Shared(NamedTuple):
     eigenvalues: Float[Tensor, " rank"]
 
     @classmethod
-    def of(cls, G: Float[Tensor, "d d"], rank: int) -> "_Shared":
+    def from_matrix(cls, G: Float[Tensor, "d d"], rank: int) -> "_Shared":
         # Eigenvalues ascend.
         eigenvalues, eigenvectors = torch.linalg.eigh(G)
         return cls(eigenvectors[:, -rank:].flip(1), eigenvalues[-rank:].flip(0))
@@ -322,19 +324,23 @@ class _Sums:
             [traced], k, position, self.layers, options=options
         )
         leading = decomposed.leading
-        of_layers = _weights_of(decomposed, weights)
+        layer_weights = _weights_of(decomposed, weights)
+        # Prompts go to the two halves in turn, see `cosines`.
         half = self.n_prompts % 2
         for side, frame in enumerate((leading.Vh.mT, leading.U)):
             columns = frame.double().cpu()
-            weighted = columns * of_layers[:, None, None]
+            # `Σ_l w_l V_l V_lᵀ`, over the layers of this prompt.
+            weighted = columns * layer_weights[:, None, None]
             self.G[half, side] += torch.einsum("ldk,lek->de", weighted, columns)
         for i in range(len(self.layers)):
             J = decomposed.jacobian(i).float().cpu()
+            # `vᵀ JᵀJ v` is the squared gain of what is read, `uᵀ JJᵀ u` of what is
+            # written.
             self.energies[0, i] += J.mT @ J
             self.energies[1, i] += J @ J.mT
         self.streams.append(_streams(traced, self.layers))
         self.n_prompts += 1
-        self.weight += float(of_layers.sum())
+        self.weight += float(layer_weights.sum())
 
     def _check(self, traced: Trace) -> None:
         check_one_model(self.provenance, traced.provenance, "traces")
@@ -354,6 +360,7 @@ def _weights_of(decomposed: Decomposed, weights: Weights) -> Float[Tensor, " n_l
     if weights == "equal" or n_layers == 1:
         return torch.ones(n_layers, dtype=torch.float64)
     coupling = depth_maps(decomposed, ("ujv",))["ujv"].coupling().double().cpu()
+    # A block is coupled by its Jacobian and by its vectors: a row and a column.
     both_ways = coupling + coupling.mT
     others = both_ways.sum(1) - both_ways.diagonal()
     return others / others.mean()
@@ -368,6 +375,7 @@ def _streams(
     first = 1 if traced.n_pos > 1 else 0
     stream = traced.residual[:, first:].float().cpu()
     read = stream[layers]
+    # What a block writes is the step from one depth to the next.
     write = stream[[layer + 1 for layer in layers]] - read
     return torch.stack([read, write])
 
@@ -379,8 +387,10 @@ def _null(
     draws = []
     for _ in range(n_draws):
         stacked = torch.cat(list(frames(n_frames, torch.eye(d), k, generator)), dim=1)
+        # `F Fᵀ` and `FᵀF` have the same eigenvalues but for zeros: the smaller one.
         gram = stacked @ stacked.mT if d < stacked.shape[1] else stacked.mT @ stacked
         values = torch.linalg.eigvalsh(gram.double()).flip(0)[:rank] / n_frames
+        # Beyond the rank of all frames together eigenvalues are 0.
         draws.append(torch.nn.functional.pad(values, (0, rank - len(values))))
     return torch.stack(draws)
 
@@ -389,11 +399,13 @@ def _cosines_of_halves(sums: _Sums, rank: int) -> Float[Tensor, "2 rank"]:
     """Return the principal cosines of the subspaces of even and of odd prompts."""
     if sums.n_prompts < 2:
         return torch.full((2, rank), torch.nan).double()
-    of_sides = []
+    cosines_by_side = []
     for side in (0, 1):
-        even, odd = (_Shared.of(sums.G[half, side], rank).basis for half in (0, 1))
-        of_sides.append(torch.linalg.svdvals(even.mT @ odd))
-    return torch.stack(of_sides)
+        even, odd = (
+            _Shared.from_matrix(sums.G[half, side], rank).basis for half in (0, 1)
+        )
+        cosines_by_side.append(torch.linalg.svdvals(even.mT @ odd))
+    return torch.stack(cosines_by_side)
 
 
 def _null_cosines(
@@ -401,6 +413,7 @@ def _null_cosines(
 ) -> Float[Tensor, "n_draws rank"]:
     drawn = frames(2 * n_draws, torch.eye(d), rank, generator)
     return torch.stack(
+        # Two by two from one iterator.
         [torch.linalg.svdvals(first.mT @ next(drawn)) for first in drawn]
     )
 
@@ -415,16 +428,17 @@ class _Material(NamedTuple):
     gains: Float[Tensor, "2 n_layers 3"]
 
     @classmethod
-    def of(cls, sums: _Sums, bases: Float[Tensor, "2 d rank"]) -> "_Material":
+    def from_sums(cls, sums: _Sums, bases: Float[Tensor, "2 d rank"]) -> "_Material":
         streams = torch.cat(sums.streams, dim=2)
         mean = streams[0].mean(1)
         centred = torch.stack([streams[0] - mean[:, None], streams[1]])
+        # Centred rows span one direction fewer than there are rows.
         n_span = min(_MOST_OF_SPAN, centred.shape[2] - 1, sums.d_model)
         n_span = max(n_span, 1)
         right = torch.linalg.svd(centred, full_matrices=False).Vh
         others = [
             [
-                _Others.of(energy.double() / sums.n_prompts, bases[side])
+                _Others.from_energy(energy.double() / sums.n_prompts, bases[side])
                 for energy in sums.energies[side]
             ]
             for side in (0, 1)
@@ -438,8 +452,10 @@ class _Material(NamedTuple):
         )
 
 
-def _stacked(of_sides: list[list[Tensor]]) -> Tensor:
-    return torch.stack([torch.stack(of_layers) for of_layers in of_sides])
+def _stacked(tensors_by_side: list[list[Tensor]]) -> Tensor:
+    return torch.stack(
+        [torch.stack(layer_tensors) for layer_tensors in tensors_by_side]
+    )
 
 
 class _Others(NamedTuple):
@@ -450,7 +466,7 @@ class _Others(NamedTuple):
     gains: Float[Tensor, "3"]
 
     @classmethod
-    def of(
+    def from_energy(
         cls, energy: Float[Tensor, "d d"], basis: Float[Tensor, "d rank"]
     ) -> "_Others":
         """Choose them by their gains, from the mean `JᵀJ` or `JJᵀ`."""
@@ -461,13 +477,14 @@ class _Others(NamedTuple):
         values = values[rank:].flip(0)
         vectors = vectors[:, rank:].flip(1)
         size = min(2 * rank, d - rank)
-        of_shared = float((basis.double() * (energy @ basis.double())).sum() / rank)
+        shared_energy = float((basis.double() * (energy @ basis.double())).sum() / rank)
         # Of a window of neighbours, the mean energy of a random frame in it.
         windows = values.unfold(0, size, 1).mean(1) if size else values
-        start = int((windows - of_shared).abs().argmin()) if size else 0
+        start = int((windows - shared_energy).abs().argmin()) if size else 0
+        # From the median on, or from as far behind as there is room.
         low = min((d - rank) // 2, d - rank - size)
         energies = [
-            of_shared,
+            shared_energy,
             float(values[start : start + size].mean()),
             float(values[low : low + size].mean()),
         ]

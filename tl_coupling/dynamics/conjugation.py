@@ -21,6 +21,7 @@ _MOST_STEPS = 160
 def generator_of(seed: int, draw: int) -> torch.Generator:
     """Return the random numbers of one draw: the same whichever process draws it."""
     (state,) = np.random.SeedSequence([seed, draw]).generate_state(1, np.uint64)
+    # Seeds of 64 bits overflow in torch.
     return torch.Generator().manual_seed(int(state) >> 1)
 
 
@@ -37,8 +38,10 @@ def rotated(
     vectors = gaussian.tril().to(X.device)
     leading = vectors.diagonal().clone()
     signs = torch.where(leading < 0, -1.0, 1.0).to(X)
+    # Of the same sign as the first entry, so that nothing cancels.
     pivots = leading + signs * vectors.norm(dim=0)
     vectors = (vectors / pivots).tril(-1)
+    # LAPACK's form of a reflection: `I − τ v vᵀ`, where v begins with 1.
     tau = 2 / (1 + vectors.square().sum(0))
     # A reflection along one number is a sign, which `signs` has already.
     tau[-1] = 0
@@ -101,11 +104,13 @@ def largest_eigenvalue(G: Float[Tensor, "d d"], tolerance: float = 1e-4) -> floa
         known = basis[:, : step + 1]
         image = G @ q
         tridiagonal[step, step] = float(q @ image)
+        # Twice, as the first time leaves what rounding brings back.
         for _ in range(2):
             image = image - known @ (known.mT @ image)
         length = float(image.norm())
         values, vectors = torch.linalg.eigh(tridiagonal[: step + 1, : step + 1])
         largest = max(0.0, float(values[-1]))
+        # The residual of the largest Ritz pair.
         if length * abs(float(vectors[-1, -1])) <= tolerance * largest:
             break
         if step + 1 < n_steps:

@@ -191,11 +191,12 @@ def jacobian_eigenvalues(
     """
     names = named_layers(J, layers)
     J = usable_jacobians(J).double().cpu()
-    measure = partial(_of_block, n_draws=n_draws, seed=seed)
+    measure = partial(_decompose_block, n_draws=n_draws, seed=seed)
     numbered = with_progress(list(enumerate(J)), progress, "eigenvalues")
     blocks = parallel_map(measure, numbered, J.device)
-    of_blocks = torch.stack([block.values for block in blocks])
-    of_null = torch.stack([block.null_values for block in blocks], dim=1)
+    # `[layer eigenvalue]`, and `[draw layer eigenvalue]` of the null.
+    block_values = torch.stack([block.values for block in blocks])
+    null_values = torch.stack([block.null_values for block in blocks], dim=1)
     sizes = _sizes(J, names)
     norms = torch.stack(
         [
@@ -204,14 +205,14 @@ def jacobian_eigenvalues(
         ]
     )
     return Eigenvalues(
-        real=of_blocks.real,
-        imaginary=of_blocks.imag,
-        null_real=of_null[0].real,
-        null_imaginary=of_null[0].imag,
-        henrici=_henrici(of_blocks / sizes[:, None], norms),
-        null_henrici=_henrici(of_null / sizes[:, None], norms),
-        complex_share=_complex_share(of_blocks),
-        null_complex_share=_complex_share(of_null),
+        real=block_values.real,
+        imaginary=block_values.imag,
+        null_real=null_values[0].real,
+        null_imaginary=null_values[0].imag,
+        henrici=_henrici(block_values / sizes[:, None], norms),
+        null_henrici=_henrici(null_values / sizes[:, None], norms),
+        complex_share=_complex_share(block_values),
+        null_complex_share=_complex_share(null_values),
         largest_symmetric=torch.tensor(
             [block.largest_symmetric for block in blocks], dtype=torch.float64
         ),
@@ -237,11 +238,12 @@ def _sizes(
             f"layer{'s' * (len(zeros) > 1)} {', '.join(map(str, zeros))}: "
             "the departure from normality there is NaN"
         )
+    # Of a zero J the size is 1, and its departure 0 / 0.
     is_in_range = (largest > 1 / _LARGE) & (largest < _LARGE)
     return torch.where(is_in_range | (largest == 0), 1.0, largest)
 
 
-class _OfBlock(NamedTuple):
+class _BlockEigenvalues(NamedTuple):
     """Eigenvalues of one Jacobian, and of the draws of its null."""
 
     values: Complex[Tensor, " d"]
@@ -249,19 +251,22 @@ class _OfBlock(NamedTuple):
     largest_symmetric: float
 
 
-def _of_block(
+def _decompose_block(
     numbered: tuple[int, Float[Tensor, "d d"]], n_draws: int, seed: int
-) -> _OfBlock:
+) -> _BlockEigenvalues:
     """Decompose one Jacobian: the same whichever thread does."""
     number, matrix = numbered
     generator = generator_of(seed, number)
     S = torch.linalg.svdvals(matrix)
     drawn = [
-        _by_modulus(S[:, None] * rotated(torch.eye(len(S)).double(), generator))
+        _sorted_eigenvalues(S[:, None] * rotated(torch.eye(len(S)).double(), generator))
         for _ in range(n_draws)
     ]
+    # Each half by itself: the sum of the largest entries would overflow.
     symmetric = torch.linalg.eigvalsh(matrix / 2 + matrix.mT / 2)
-    return _OfBlock(_by_modulus(matrix), torch.stack(drawn), float(symmetric[-1]))
+    return _BlockEigenvalues(
+        _sorted_eigenvalues(matrix), torch.stack(drawn), float(symmetric[-1])
+    )
 
 
 @checked
@@ -293,6 +298,7 @@ def leading_eigenvalues(
         True
     """
     d = trace.d_model
+    # ARPACK takes fewer than d − 1 eigenvalues of a matrix that is not symmetric.
     if n > d - 2:
         raise ValueError(f"`n` must be at most d_model − 2 = {d - 2}, got {n}")
     X = trace.blocks[trace.layer_index(layer)].X
@@ -305,20 +311,23 @@ def leading_eigenvalues(
         return product.double().cpu().numpy()
 
     operator = sparse.LinearOperator((d, d), matvec=times, dtype=np.float64)
+    # A fixed start, so that each call gives the same numbers.
     start = np.random.default_rng(0).standard_normal(d)
     try:
         found = sparse.eigs(
             operator, n, which="LM", v0=start, tol=1e-6, return_eigenvectors=False
         )
+    # It is an `ArpackError` too, but none of a bad start: the caller is told.
     except sparse.ArpackNoConvergence:
         raise
     except sparse.ArpackError:
+        # Where J takes the start to zero ARPACK refuses to begin.
         J = block_jacobian(trace, layer, position=position)
-        return _by_modulus(J.double().cpu())[:n]
+        return _sorted_eigenvalues(J.double().cpu())[:n]
     return _sorted(torch.from_numpy(found))
 
 
-def _by_modulus(matrix: Float[Tensor, "d d"]) -> Complex[Tensor, " d"]:
+def _sorted_eigenvalues(matrix: Float[Tensor, "d d"]) -> Complex[Tensor, " d"]:
     return _sorted(torch.linalg.eigvals(matrix))
 
 
@@ -330,10 +339,12 @@ def _henrici(
     values: Complex[Tensor, "*batch n_layers d"], norms: Float[Tensor, " n_layers"]
 ) -> Float[Tensor, "*batch n_layers"]:
     energy = values.abs().square().sum(-1)
+    # Rounding may leave a normal matrix below 0.
     return (1 - energy / norms.square()).clamp(min=0).sqrt()
 
 
 def _complex_share(
     values: Complex[Tensor, "*batch n_layers d"],
 ) -> Float[Tensor, "*batch n_layers"]:
+    # LAPACK gives real eigenvalues of a real matrix an imaginary part of exactly 0.
     return (values.imag != 0).double().mean(-1)

@@ -86,6 +86,7 @@ class FactoredProduct:
             raise ValueError("`M` must be finite, got NaN or infinite entries")
         divisor = _divisor(M)
         columns = (M.double() / divisor) @ self.Q
+        # Sorted from large to small, QR leaves a well conditioned T (see the source).
         sizes = columns.norm(dim=0).log() + self.log_scale
         order = sizes.argsort(descending=True)
         Q, R = torch.linalg.qr(columns[:, order])
@@ -94,6 +95,7 @@ class FactoredProduct:
         log_scale = log_entries.amax(1)
         # A row of zeros stays one.
         finite_scale = log_scale.masked_fill(log_scale == -torch.inf, 0.0)
+        # Each row relative to its largest entry.
         rows = R.sign() * (log_entries - finite_scale[:, None]).exp()
         return FactoredProduct(Q, log_scale + math.log(divisor), rows @ self.T[order])
 
@@ -105,9 +107,11 @@ class FactoredProduct:
         """
         order = self.log_scale.argsort(descending=True)
         largest = self.log_scale.max()
+        # The product is zero.
         if largest == -torch.inf:
             return self.log_scale
         _, R = torch.linalg.qr(self.T[order].mT, mode="r")
+        # Relative to the largest size, which is added again as a logarithm.
         graded = R * (self.log_scale[order] - largest).exp()
         return torch.linalg.svdvals(graded).log() + largest
 

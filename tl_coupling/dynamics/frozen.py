@@ -101,6 +101,7 @@ def frozen_bias(
     t = trace.position_index(position)
     block = _frozen(trace.blocks[trace.layer_index(layer)], function)
     block.refer_to([t])
+    # At a stream of zeros an affine function has its constant.
     return block.affine(block.X.new_zeros(block.X.shape))[t]
 
 

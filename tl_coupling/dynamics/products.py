@@ -135,6 +135,7 @@ class Products(Saved):
         """`log(‖P‖_F² / d)`: the mean gain in energy over all input directions."""
         d_model = self.log_singular_values.shape[1]
         squares = 2 * self.log_singular_values
+        # In logarithms, as squares of long products overflow.
         return squares.logsumexp(-1) - math.log(d_model)
 
     @property
@@ -144,6 +145,7 @@ class Products(Saved):
         n_blocks = torch.arange(
             1, len(self.layers) + 1, device=log_singular_values.device
         )
+        # The product up to the first layer is of one block.
         return log_singular_values / n_blocks[:, None]
 
     @property
@@ -159,6 +161,7 @@ class Products(Saved):
     def _relative(self) -> Float[Tensor, "n_layers d_model"]:
         """Singular values divided by the largest, which cannot overflow; zeros of zero."""
         relative = self.log_singular_values - self.log_largest[:, None]
+        # Of a zero product −∞ less −∞ is NaN.
         return relative.exp().nan_to_num(0.0)
 
 
@@ -253,19 +256,20 @@ def jacobian_products(
     """
     names = named_layers(J, layers)
     J = usable_jacobians(J)
+    # A step of zero would make both nulls zero, and the gain NaN.
     check_steps(J, names)
-    up_to_each_layer = with_progress(
-        _up_to_each_layer(J), progress, "products of blocks"
-    )
-    spectra = parallel_map(_spectra, up_to_each_layer, J.device)
-    of_products = torch.stack([product for product, _ in spectra])
-    of_blocks = torch.stack([block for _, block in spectra])
-    null = _Null(J, of_blocks.exp().to(J), seed)
+    depth_products = with_progress(_depth_products(J), progress, "products of blocks")
+    spectra = parallel_map(_spectra, depth_products, J.device)
+    product_spectra = torch.stack([product for product, _ in spectra])
+    block_spectra = torch.stack([block for _, block in spectra])
+    # Draws are products in J's own precision.
+    null = _Null(J, block_spectra.exp().to(J), seed)
+    # Only numbers are handed to the threads: each makes its own matrices.
     numbers = with_progress(range(n_draws), progress, "unrelated blocks")
     draws = parallel_map(null.draw, numbers, J.device)
     return Products(
-        log_singular_values=of_products.cpu(),
-        block_log_singular_values=of_blocks.cpu(),
+        log_singular_values=product_spectra.cpu(),
+        block_log_singular_values=block_spectra.cpu(),
         null_log_largest=torch.stack([draw.log_largest for draw in draws]),
         null_participation_ratio=torch.stack(
             [draw.participation_ratio for draw in draws]
@@ -279,7 +283,7 @@ def jacobian_products(
     )
 
 
-def _up_to_each_layer(
+def _depth_products(
     J: Float[Tensor, "n_layers d d"],
 ) -> Iterator[tuple[FactoredProduct, Float[Tensor, "d d"]]]:
     """Yield the product of the blocks up to each, and the block's own `I + J`."""
@@ -316,13 +320,15 @@ class _Null:
 
     def draw(self, i: int) -> _Draw:
         """Return the i-th draw: the same whichever thread computes it."""
+        # Of its own for each draw: threads finish in any order.
         generator = generator_of(self.seed, i)
-        of_layers = []
+        layer_values = []
         for gram, log_divisor in conjugated_grams(self.step_values, generator):
             log_largest = log_largest_singular_value(gram) + log_divisor
+            # (Σσ²)² / Σσ⁴ by trace and norm of PᵀP: no singular value is computed.
             ratio = float(gram.trace().square() / gram.square().sum())
-            of_layers.append((log_largest, ratio))
-        values = torch.tensor(of_layers, dtype=torch.float64)
+            layer_values.append((log_largest, ratio))
+        values = torch.tensor(layer_values, dtype=torch.float64)
         return _Draw(values[:, 0], values[:, 1], self._shuffled(generator))
 
     def _shuffled(self, generator: torch.Generator) -> float:
@@ -331,6 +337,7 @@ class _Null:
         P = torch.eye(self.J.shape[-1]).to(self.J)
         log_divisor = 0.0
         for layer in order:
+            # `(I + J) P`; divided each time, so that it does not overflow.
             P = torch.addmm(P, self.J[layer], P)
             P, log_size = divided(P)
             log_divisor += log_size

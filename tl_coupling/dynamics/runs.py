@@ -113,6 +113,7 @@ def product_map(
     step_values = torch.linalg.svdvals(steps)
     generator = seeded(seed)
     n_layers = len(selected_layers)
+    # The first map is of the blocks themselves, the others are draws.
     maps = torch.full((n_draws + 1, n_layers, n_layers), torch.nan).double()
     for draw in with_progress(range(n_draws + 1), progress, "products of runs"):
         _fill(maps[draw], steps, step_values if draw else None, generator)
@@ -139,16 +140,21 @@ def _fill(
     products = steps.new_empty(n_layers, d, d)
     log_divisors = torch.zeros(n_layers, dtype=torch.float64)
     for last in range(n_layers):
+        # The run that begins with this block is nothing so far.
         products[last] = torch.eye(d, device=steps.device)
-        before = rearrange(products[: last + 1], "run d e -> d (run e)")
+        # Side by side, `[d, run · d]`: one product with the block serves all runs.
+        earlier_products = rearrange(products[: last + 1], "run d e -> d (run e)")
         if conjugated_values is None:
-            after = steps[last] @ before
+            longer_products = steps[last] @ earlier_products
         else:
-            after = conjugated_values[last][:, None] * rotated(before, generator)
-        products[: last + 1] = rearrange(after, "d (run e) -> run d e", e=d)
+            longer_products = conjugated_values[last][:, None] * rotated(
+                earlier_products, generator
+            )
+        products[: last + 1] = rearrange(longer_products, "d (run e) -> run d e", e=d)
         for first in range(last + 1):
             P, log_size = divided(products[first])
             products[first] = P
+            # What a run was divided by so far comes back as a logarithm.
             log_divisors[first] += log_size
-            of_quotient = log_largest_singular_value(P.mT @ P)
-            log_largest[last, first] = of_quotient + float(log_divisors[first])
+            quotient_log = log_largest_singular_value(P.mT @ P)
+            log_largest[last, first] = quotient_log + float(log_divisors[first])
