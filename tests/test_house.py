@@ -45,7 +45,6 @@ NEVER_SHOWN = ("models", "blocks", "gradients", "jacobians")
 # differentiates or decomposes.
 CALLED_BY_PICTURES = {
     "attention_sinks": "which tokens are left out of a picture's limits",
-    "by_task": "the rows of a table, split by task",
     "change_and_predictors": "rows of a result, side by side",
     "check_k": "refuses a k that a result does not hold",
     "check_redundancy": "refuses a dataset that is no result of redundancy",
@@ -59,6 +58,7 @@ CALLED_BY_PICTURES = {
     "pairs_of_layers": "a name",
     "prompt_relation": "made where its caller has not made it",
     "random_subspace_null": "a closed form, drawn as a line",
+    "split_by_task": "the rows of a table, split by task",
     "step_order": "the order of columns",
     "trajectory_pca": "the axes of a trajectory's plane",
 }

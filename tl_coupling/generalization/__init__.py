@@ -20,7 +20,11 @@ from tl_coupling.generalization.prompts import (
 from tl_coupling.generalization.result import Generalization
 from tl_coupling.generalization.study import generalization_study
 from tl_coupling.generalization.tables import paper_table1, read_scores
-from tl_coupling.generalization.tasks import by_task, fits_across_tasks, task_means
+from tl_coupling.generalization.tasks import (
+    fits_across_tasks,
+    split_by_task,
+    task_means,
+)
 from tl_coupling.statistics import LinearFit, linear_fit
 
 __all__ = [

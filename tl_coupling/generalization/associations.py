@@ -31,6 +31,7 @@ from tl_coupling.statistics import (
 # draws has fewer than three models.
 FEWEST_RESAMPLED = 6
 _RESAMPLED = "models, and prompts within each draw, the same for all its models"
+# The band bends smoothly between its points.
 _N_BAND_POINTS = 50
 
 
@@ -161,6 +162,7 @@ def resampled(
 ) -> Bootstrap:
     """Resample as `bootstrap` does, families being numbered, without its warning."""
     if y.ndim == 1:
+        # A score is the same on every prompt, whichever are drawn.
         y = np.broadcast_to(y[:, None], x.shape)
     has_both = _have_both(x, y)
     x = x[has_both]
@@ -171,6 +173,7 @@ def resampled(
     groups, n_families = _groups(
         n_models, None if families is None else families[has_both]
     )
+    # `[statistic draw]`, without degenerate draws.
     draws = _draws(x, y, groups, n_resamples, np.random.default_rng(seed))
     n_usable = draws.shape[1]
     if not n_usable:
@@ -178,6 +181,7 @@ def resampled(
             f"all {n_resamples} draws are degenerate: "
             "fewer than three different models, or all alike"
         )
+    # The sample is as large as there are groups: models, or families.
     n_groups = int(groups.max()) + 1
     means = np.nanmean(x, 1)
     band_x = np.linspace(means.min(), means.max(), _N_BAND_POINTS)
@@ -274,10 +278,12 @@ def _draws(
         n_draws = len(drawn_groups)
         # How often each prompt is in each draw.
         counts = rng.multinomial(n_prompts, even_odds, size=n_draws).astype(float)
+        # Sorted, the fill value comes last, and different models can be counted.
         models = np.sort(members[drawn_groups].reshape(n_draws, -1), 1)
         is_model = models < n_models
         # The first model of a draw stands in the places that are free.
         filled = np.where(is_model, models, models[:, :1])
+        # All models' means over the draw's prompts, then those of its models.
         drawn_x = np.take_along_axis(_means(x, counts), filled, 1)
         drawn_y = np.take_along_axis(_means(y, counts), filled, 1)
         is_usable = _is_usable(drawn_x, drawn_y, filled, groups)
@@ -300,6 +306,7 @@ def _is_usable(
 
     The models of a draw are sorted.
     """
+    # Two models always lie on a line.
     n_different = 1 + (np.diff(models, axis=1) > 0).sum(1)
     has_both = np.isfinite(x + y).all(1)
     is_varied = (n_different >= 3) & (np.ptp(groups[models], axis=1) > 0)
@@ -314,6 +321,7 @@ def _means(
     measured on none of them.
     """
     is_known = np.isfinite(values)
+    # A prompt counts as often as it was drawn.
     sums = counts @ np.where(is_known, values, 0.0).T
     n_known = counts @ is_known.T.astype(float)
     with np.errstate(invalid="ignore"):
@@ -330,6 +338,7 @@ def _line_statistics(
     rho = rank_correlation_of_rows(x, y)
     mean_x = np.nanmean(x, 1, keepdims=True)
     mean_y = np.nanmean(y, 1, keepdims=True)
+    # The places that a draw does not fill add nothing to its sums.
     dx = np.nan_to_num(x - mean_x)
     dy = np.nan_to_num(y - mean_y)
     xx = (dx * dx).sum(1)

@@ -7,7 +7,7 @@ import numpy as np
 import pandas
 from jaxtyping import Float
 
-from tl_coupling.generalization.tables import with_families
+from tl_coupling.generalization.tables import add_families
 from tl_coupling.statistics import LinearFit, evaluate, linear_fit
 
 # Beside coupling itself; sizes that span decades by their logarithms.
@@ -54,11 +54,12 @@ def covariate_lines(
     Raises:
         ValueError: a covariate that was asked for cannot be fitted; see `linear_fit`.
     """
-    table, families = with_families(table, None)
+    table, families = add_families(table, None)
     if covariates is not None:
         return [_covariate_line(table, y, name, families) for name in covariates]
     lines = []
     for name in _USUAL_COVARIATES:
+        # One column in two units would be two points of evidence.
         is_given_twice = name == "log10(params_billion)" and "n_parameters" in table
         if name == y or is_given_twice:
             continue

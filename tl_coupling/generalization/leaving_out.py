@@ -18,6 +18,7 @@ from tl_coupling.statistics import (
 )
 
 # Above it p is not significant.
+# Rounded, as 1 − 0.95 is not 0.05 in binary.
 ALPHA = round(1 - LEVEL, 4)
 
 
@@ -57,6 +58,7 @@ def leave_one_out(
     rows = rows_to_fit(table, (x,), y)
     if len(rows) < 4:
         raise ValueError(f"leaving one model out needs at least four, got {len(rows)}")
+    # `rows` has the models with both values only.
     models = table.loc[rows.index, "model"] if "model" in table else rows.index
     remaining = (
         (str(model), table.drop(index))
@@ -84,6 +86,7 @@ def leave_one_family_out(
             fits without a family.
     """
     codes = family_codes(table, families)
+    # Without a family of one it is `leave_one_out`.
     shared_codes = np.flatnonzero(np.bincount(codes) > 1)
     if not len(shared_codes):
         raise ValueError(f"no two models have the same {families!r}")
@@ -118,13 +121,14 @@ def _leave_each_out(
         names.append(name)
         fits.append((fit.slope, fit.r_squared, fit.p))
     index = pandas.Index(names, name=kind)
-    without = pandas.DataFrame(fits, index, ["slope", "r_squared", "p"])
-    r_squared = without["r_squared"].to_numpy()
+    reduced_fits = pandas.DataFrame(fits, index, ["slope", "r_squared", "p"])
+    r_squared = reduced_fits["r_squared"].to_numpy()
     changes = abs(r_squared - line.r_squared)
-    has_other_sign = np.sign(without["slope"]) != np.sign(line.slope)
-    loses_significance = (without["p"] > ALPHA) & (line.p <= ALPHA)
+    has_other_sign = np.sign(reduced_fits["slope"]) != np.sign(line.slope)
+    # Only what was significant with all can lose it.
+    loses_significance = (reduced_fits["p"] > ALPHA) & (line.p <= ALPHA)
     return LeaveOneOut(
-        table=pandas.concat([pandas.DataFrame(columns, index), without], axis=1),
+        table=pandas.concat([pandas.DataFrame(columns, index), reduced_fits], axis=1),
         most_influential=names[int(changes.argmax())],
         r_squared_range=(float(r_squared.min()), float(r_squared.max())),
         sign_changes=tuple(index[has_other_sign]),

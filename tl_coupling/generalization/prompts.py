@@ -8,7 +8,7 @@ import xarray
 from jaxtyping import Bool, Float, Shaped
 
 from tl_coupling.arguments import Count, Seed, checked
-from tl_coupling.generalization.tables import at_one_checkpoint, per_prompt
+from tl_coupling.generalization.tables import checkpoint_rows, per_prompt
 from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Interval,
@@ -78,16 +78,18 @@ def prompt_correlations(
     name = against if isinstance(against, str) else "difficulty"
     properties = _property_of_prompts(survey, against)
     coupling = survey["x"].values
+    # Rows of checkpoints at which a model was not measured are no candidates.
     has_coupling = np.isfinite(coupling).any(1)
     tasks = np.full(survey.sizes["prompt"], "")
     if "task" in survey.coords:
         tasks = survey["task"].values.astype(str)
     rows = survey[["model", "checkpoint"]].to_dataframe()[has_coupling]
     correlations = {}
-    for place, model in at_one_checkpoint(rows, checkpoint)["model"].items():
+    for place, model in checkpoint_rows(rows, checkpoint)["model"].items():
         is_known = np.isfinite(coupling[place]) & np.isfinite(properties[place])
         x = coupling[place][is_known]
         y = properties[place][is_known].astype(float)
+        # Two prompts always correlate by 1 or −1, and equal ones do not at all.
         if len(x) < 3 or is_constant(x) or is_constant(y):
             raise ValueError(
                 f"{measure} against {name} of {model!r} needs at least three prompts "
@@ -100,23 +102,27 @@ def prompt_correlations(
 
 
 def _property_of_prompts(
-    survey: xarray.Dataset, against: str | Mapping[str, float]
+    survey: xarray.Dataset, prompt_property: str | Mapping[str, float]
 ) -> Shaped[np.ndarray, "n_rows n_prompts"]:
     """Return what was measured of each prompt, or its difficulty, along the rows of
     `per_prompt`.
     """
-    if isinstance(against, str):
-        if against not in survey or "prompt" not in survey[against].dims:
-            raise ValueError(f"{against!r} was not measured on each prompt")
-        values = survey[against]
+    if isinstance(prompt_property, str):
+        if (
+            prompt_property not in survey
+            or "prompt" not in survey[prompt_property].dims
+        ):
+            raise ValueError(f"{prompt_property!r} was not measured on each prompt")
+        values = survey[prompt_property]
     else:
         ids = [str(prompt) for prompt in survey["prompt"].values]
-        if unknown := sorted(set(against) - set(ids)):
+        if unknown := sorted(set(prompt_property) - set(ids)):
             raise ValueError(
                 "a difficulty is given for prompts that were not measured: "
                 f"{', '.join(unknown[:5])}"
             )
-        difficulties = [against.get(prompt, np.nan) for prompt in ids]
+        # A prompt without a difficulty is left out later, as NaN.
+        difficulties = [prompt_property.get(prompt, np.nan) for prompt in ids]
         values = xarray.DataArray(difficulties, dims="prompt")
     return values.broadcast_like(survey["x"]).transpose("row", "prompt").values
 
@@ -130,6 +136,7 @@ def _prompt_correlation(
 ) -> PromptCorrelation:
     rho = np.concatenate(
         [
+            # Prompts are drawn in pairs of coupling and property.
             rank_correlation_of_rows(x[drawn], y[drawn])
             for drawn in resamples(len(x), n_resamples, np.random.default_rng(seed))
         ]
@@ -155,14 +162,15 @@ def _mean_within_tasks(
     members = [tasks == task for task in np.unique(tasks) if task]
     rho = np.array(
         [
-            rank_correlation_of_rows(x[None, inside], y[None, inside])[0]
-            for inside in members
+            rank_correlation_of_rows(x[None, is_in_task], y[None, is_in_task])[0]
+            for is_in_task in members
         ]
     )
-    sizes = np.array([inside.sum() for inside in members])
+    sizes = np.array([is_in_task.sum() for is_in_task in members])
     is_defined = np.isfinite(rho)
     if not is_defined.any():
         return np.nan
+    # A task of many prompts says more.
     weights = sizes[is_defined]
     return float(rho[is_defined] @ weights / weights.sum())
 
@@ -211,24 +219,25 @@ def prompt_relation(
         tasks: which prompts are of each task, by its name; empty without tasks.
     """
     is_known = np.isfinite(x) & np.isfinite(y)
-    members = {task: inside & is_known for task, inside in tasks.items()}
+    members = {task: is_in_task & is_known for task, is_in_task in tasks.items()}
     members = members or {"": is_known}
     pooled = PromptPoints(
-        {task: x[inside] for task, inside in members.items()},
-        {task: y[inside] for task, inside in members.items()},
+        {task: x[is_in_task] for task, is_in_task in members.items()},
+        {task: y[is_in_task] for task, is_in_task in members.items()},
         # Also the prompts that have no task.
         _correlation(x[is_known], y[is_known]),
     )
     n_prompts = int(is_known.sum())
     if not tasks:
         return PromptRelation(n_prompts, pooled, None)
+    # Differences between tasks are taken out; what is left is within them.
     x_within = {task: values - values.mean() for task, values in pooled.x.items()}
     y_within = {task: values - values.mean() for task, values in pooled.y.items()}
     correlation = _correlation(
         np.concatenate(list(x_within.values())), np.concatenate(list(y_within.values()))
     )
-    within = PromptPoints(x_within, y_within, correlation)
-    return PromptRelation(n_prompts, pooled, within)
+    centred_points = PromptPoints(x_within, y_within, correlation)
+    return PromptRelation(n_prompts, pooled, centred_points)
 
 
 def _correlation(

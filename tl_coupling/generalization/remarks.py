@@ -29,7 +29,7 @@ from tl_coupling.statistics import (
 _MANY_DROPPED = 0.1
 
 
-def on_strength(
+def remark_on_strength(
     association: Association, looks: Familywise, exponential: ExponentialFit | None
 ) -> list[str]:
     """Say how strong the association is, and what is left of p after all looks."""
@@ -38,6 +38,7 @@ def on_strength(
     rank = association.spearman
     r_squared = f"R² = {line.r_squared:.3f}"
     rho = f"Spearman's ρ = {rank.rho:.3f}"
+    # Too few models have no bootstrap that holds, and none is printed.
     draws = ""
     if not bootstrap.too_few:
         r_squared += _range(bootstrap.r_squared)
@@ -90,7 +91,7 @@ class CommonPrompts:
     mixed_line: LinearFit | None
 
 
-def on_different_prompts(common: CommonPrompts | None) -> list[str]:
+def remark_on_different_prompts(common: CommonPrompts | None) -> list[str]:
     """Say that models were measured on different prompts, and which are compared."""
     if common is None:
         return []
@@ -113,8 +114,9 @@ def on_different_prompts(common: CommonPrompts | None) -> list[str]:
     ]
 
 
-def on_a_single_family(table: pandas.DataFrame) -> list[str]:
+def remark_on_single_family(table: pandas.DataFrame) -> list[str]:
     """Say that all models are of one family, if they are."""
+    # A model of unknown family may be of another.
     if FAMILY not in table or table[FAMILY].isna().any():
         return []
     if table[FAMILY].nunique() != 1:
@@ -123,7 +125,7 @@ def on_a_single_family(table: pandas.DataFrame) -> list[str]:
     return [f"all models are of one family, {family}: nothing is known about others"]
 
 
-def on_noise(attenuation: Attenuation | None, line: LinearFit) -> list[str]:
+def remark_on_noise(attenuation: Attenuation | None, line: LinearFit) -> list[str]:
     """Say that prompts are too few to tell the models apart, if they are."""
     if attenuation is None or attenuation.reliability >= WANTED:
         return []
@@ -147,22 +149,22 @@ def on_noise(attenuation: Attenuation | None, line: LinearFit) -> list[str]:
     ]
 
 
-def on_slopes_inside_families(
-    line: LinearFit, inside_families: LinearFit | None
+def remark_on_slopes_inside_families(
+    line: LinearFit, family_line: LinearFit | None
 ) -> list[str]:
     """Say that the slope of differences inside families has the other sign, if it
     has.
     """
-    if inside_families is None or not _is_reversed(inside_families, line):
+    if family_line is None or not _is_reversed(family_line, line):
         return []
-    low, high = inside_families.slope_interval
+    low, high = family_line.slope_interval
     return [
-        f"Simpson: inside families the slope is {inside_families.slope:.4g} "
+        f"Simpson: inside families the slope is {family_line.slope:.4g} "
         f"({low:.4g} to {high:.4g}), over all models {line.slope:.4g}"
     ]
 
 
-def on_reversed_slopes(
+def remark_on_reversed_slopes(
     line: LinearFit, groups: Mapping[str, Mapping[str, LinearFit]]
 ) -> list[str]:
     """Name the groups of models or tasks inside which the slope has the other sign
@@ -178,15 +180,16 @@ def on_reversed_slopes(
     return lines
 
 
-def on_reversed_correlations(
+def remark_on_reversed_correlations(
     correlations: Mapping[str, Mapping[str, PromptCorrelation]],
 ) -> list[str]:
     """Name the models whose ρ over prompts has the other sign within tasks."""
     lines = []
-    for property_of_prompts, by_model in correlations.items():
+    for property_of_prompts, model_correlations in correlations.items():
         models = [
             model
-            for model, correlation in by_model.items()
+            for model, correlation in model_correlations.items()
+            # NaN, where a task has too few prompts, is below nothing.
             if correlation.within_tasks * correlation.rho < 0
         ]
         if models:
@@ -197,7 +200,7 @@ def on_reversed_correlations(
     return lines
 
 
-def on_selection(selected: Sequence[str]) -> list[str]:
+def remark_on_selection(selected: Sequence[str]) -> list[str]:
     """Name the subsets that were chosen by the score."""
     if not selected:
         return []
@@ -207,7 +210,7 @@ def on_selection(selected: Sequence[str]) -> list[str]:
     ]
 
 
-def on_influence(kind: str, influence: LeaveOneOut | None) -> list[str]:
+def remark_on_influence(kind: str, influence: LeaveOneOut | None) -> list[str]:
     """Say how much the line depends on a single model or family."""
     if influence is None:
         return []
@@ -237,19 +240,21 @@ def is_by_outcome(
     if isinstance(subset, str):
         return not columns_of(subset).isdisjoint(scores)
     mask = subset_mask(table, subset)
+    # All models, or none, are no choice.
     if mask.all() or not mask.any():
         return False
     columns = [table[score].to_numpy(float) for score in scores & {*table}]
     return any(_is_cut(values[mask], values[~mask]) for values in columns)
 
 
-def _is_cut(inside: np.ndarray, outside: np.ndarray) -> bool:
-    is_above = inside.min() > outside.max()
-    is_below = inside.max() < outside.min()
+def _is_cut(member_scores: np.ndarray, nonmember_scores: np.ndarray) -> bool:
+    is_above = member_scores.min() > nonmember_scores.max()
+    is_below = member_scores.max() < nonmember_scores.min()
     return bool(is_above or is_below)
 
 
 def _is_reversed(fit: LinearFit, line: LinearFit) -> bool:
+    # A slope of 0 has no sign to be reversed.
     return fit.slope * line.slope < 0
 
 

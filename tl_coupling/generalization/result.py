@@ -118,7 +118,9 @@ class Generalization:
         line = self.association.linear
         bootstrap = self.association.bootstrap
         corrected = self.attenuation
+        # The order is that of the table: all models first, then what qualifies them.
         rows = [("all models", _row_of(line))]
+        # With few models the t interval above is the one that holds.
         if not bootstrap.too_few:
             row = _SlopeRow(line.n, line.slope, *bootstrap.slope)
             rows.append(("all models, bootstrap", row))
@@ -151,16 +153,18 @@ class Generalization:
             "difficulty": self.prompt_difficulty,
         }
         return [
-            *remarks.on_strength(self.association, self.familywise, self.exponential),
-            *remarks.on_different_prompts(self.common_prompts),
-            *remarks.on_a_single_family(self.table),
-            *remarks.on_noise(self.attenuation, line),
-            *remarks.on_slopes_inside_families(line, self.partial.get("family")),
-            *remarks.on_reversed_slopes(line, groups),
-            *remarks.on_reversed_correlations(correlations),
-            *remarks.on_selection(self.selected),
-            *remarks.on_influence("model", self.influence),
-            *remarks.on_influence("family", self.family_influence),
+            *remarks.remark_on_strength(
+                self.association, self.familywise, self.exponential
+            ),
+            *remarks.remark_on_different_prompts(self.common_prompts),
+            *remarks.remark_on_single_family(self.table),
+            *remarks.remark_on_noise(self.attenuation, line),
+            *remarks.remark_on_slopes_inside_families(line, self.partial.get("family")),
+            *remarks.remark_on_reversed_slopes(line, groups),
+            *remarks.remark_on_reversed_correlations(correlations),
+            *remarks.remark_on_selection(self.selected),
+            *remarks.remark_on_influence("model", self.influence),
+            *remarks.remark_on_influence("family", self.family_influence),
         ]
 
     def to_dict(self) -> dict[str, object]:
@@ -168,8 +172,10 @@ class Generalization:
 
         Tables are lists of rows; what is not finite is `None`.
         """
+        # Remarks are made on demand and are no field.
         everything = asdict(self) | {"remarks": self.remarks}
         text = json.dumps(everything, default=_plain)
+        # JSON has no NaN: Python writes it all the same, and reads it here as `None`.
         as_json: dict[str, object] = json.loads(text, parse_constant=lambda _: None)
         return as_json
 
@@ -188,6 +194,7 @@ class _SlopeRow(NamedTuple):
 
 
 def _row_of(fit: LinearFit) -> _SlopeRow:
+    # Without controls it is 1, and says nothing.
     vif = fit.vif if fit.controls else math.nan
     return _SlopeRow(
         fit.n,
@@ -204,5 +211,6 @@ def _plain(value: pandas.DataFrame | np.ndarray | np.generic) -> object:
     """Return what JSON has no type for, as lists and numbers."""
     if not isinstance(value, pandas.DataFrame):
         return value.tolist()
+    # A named index is a column, such as the name of a covariate.
     table = value.reset_index() if value.index.name else value
     return table.to_dict("records")

@@ -23,15 +23,15 @@ from tl_coupling.generalization.result import Generalization
 from tl_coupling.generalization.tables import (
     LAST,
     MeasuredModels,
+    add_families,
     checked_scores,
     common_prompts,
-    in_rows,
     measured,
     needed,
     per_prompt,
-    with_families,
+    stack_rows,
 )
-from tl_coupling.generalization.tasks import by_task, fits_across_tasks
+from tl_coupling.generalization.tasks import fits_across_tasks, split_by_task
 from tl_coupling.measures import MeasureName, mean_name, measured_in
 from tl_coupling.statistics import (
     ALL_PROMPTS,
@@ -132,6 +132,7 @@ def generalization_study(
           slope 52 (28.61 to 75.39), R² = 0.970, Spearman's ρ = 1.000, p = 0.011 (0.03
           corrected for 1 looks))
     """
+    # Means over other pairs of layers are taken anew from the maps.
     if diagonal is not None:
         data = with_diagonal(data, diagonal)
     # Read once: a survey may be spread over thousands of files. Any of its measures may
@@ -196,12 +197,14 @@ class Question:
         models = measured(
             survey, self.scores, self.measure, self.score, self.checkpoint
         )
-        table, _ = with_families(models.table, self.families)
+        # Families that are asked for take the place of those of the scores.
+        table, _ = add_families(models.table, self.families)
         return replace(models, table=table)
 
     def association(self, models: MeasuredModels) -> Association:
         """Return the line through the models, their rank correlation, and intervals."""
-        table, families = with_families(models.table, None)
+        table, families = add_families(models.table, None)
+        # Numbers of families, as permutations and resamples need them.
         codes = None if families is None else family_codes(table, families)
         line = linear_fit(table, self.measure, self.score, families=families)
         rank = rank_correlation(
@@ -235,6 +238,7 @@ class Attempts:
         """Return what is computed, or `None` where it cannot be."""
         try:
             return compute()
+        # A `ValueError` of a statistic says what it lacks: models, or differences.
         except ValueError as error:
             self.reasons[name] = str(error)
             return None
@@ -265,15 +269,16 @@ class Study:
         models = question.models()
         self.models = models
         self.main = question.association(models)
+        # With "last" each model has a checkpoint of its own.
         if question.checkpoint != LAST:
             # The same for every k, task and model.
             checkpoint = models.table["checkpoint"].tolist()[0]
             question = replace(question, checkpoint=checkpoint)
         self.question = question
-        self.table, self.families = with_families(
+        self.table, self.families = add_families(
             models.table.reset_index(drop=True), None
         )
-        self.tasks = by_task(question.data)
+        self.tasks = split_by_task(question.data)
         self.attempts = Attempts(models.left_out)
         if self.main.bootstrap.too_few:
             self.attempts.reasons["bootstrap"] = self.main.bootstrap.too_few
@@ -288,6 +293,7 @@ class Study:
 
         Reasons are in `left_out` in the order in which the steps are taken.
         """
+        # First: partial fits hold fixed what is left of them.
         covariates = self.covariates(controls)
         return Generalization(
             measure=self.question.measure,
@@ -306,10 +312,10 @@ class Study:
             partial=self.slopes_given(list(covariates.index)),
             selected=self.selected(subsets),
             family_influence=self.family_influence(),
-            within_families=self.within_families(),
-            by_k=self.by_k(),
-            by_task=self.by_task(),
-            across_tasks=self.across_tasks(),
+            within_families=self.lines_within_families(),
+            by_k=self.associations_by_k(),
+            by_task=self.associations_by_task(),
+            across_tasks=self.lines_across_tasks(),
             prompt_length=self.prompt_length(),
             prompt_difficulty=self.prompt_difficulty(difficulty),
             left_out=self.attempts.reasons,
@@ -334,15 +340,17 @@ class Study:
             # two for one thing.
             check_not_repeated(complete_rows(table, controls), "controls")
 
-        def beside_coupling(names: Sequence[str]) -> pandas.DataFrame:
+        def fit_beside_coupling(names: Sequence[str]) -> pandas.DataFrame:
             return covariate_fits(
                 *self.columns, covariates=names, families=self.families
             )
 
+        # Each by itself: a covariate that cannot be fitted does not take the others
+        # along.
         rows = self.attempts.results(
-            "covariate ", controls, lambda name: beside_coupling([name])
+            "covariate ", controls, lambda name: fit_beside_coupling([name])
         )
-        return pandas.concat(rows.values()) if rows else beside_coupling([])
+        return pandas.concat(rows.values()) if rows else fit_beside_coupling([])
 
     def subsets(self, subsets: Mapping[str, Subset]) -> dict[str, LinearFit]:
         """Fit the line on each subset of the models."""
@@ -370,7 +378,7 @@ class Study:
             "families", lambda: leave_one_family_out(*self.columns, families=families)
         )
 
-    def within_families(self) -> dict[str, LinearFit]:
+    def lines_within_families(self) -> dict[str, LinearFit]:
         """Fit the line inside each family of at least three models."""
         if self.families is None:
             return {}
@@ -381,7 +389,7 @@ class Study:
         mixed = self.models.mixed
         if mixed is None:
             return None
-        table, _ = with_families(mixed.table, self.question.families)
+        table, _ = add_families(mixed.table, self.question.families)
         mixed_line = self.attempts.result(
             "different prompts",
             lambda: linear_fit(table, *self.columns[1:], families=self.families),
@@ -408,9 +416,11 @@ class Study:
         families.
         """
         held_fixed = {name: [name] for name in covariates}
+        # All together, beside each alone.
         if len(covariates) > 1:
             held_fixed[" + ".join(covariates)] = list(covariates)
         if self.families is not None:
+            # Families are held fixed by an intercept each, not as a column.
             held_fixed[self.families] = []
 
         def line_given(name: str) -> LinearFit:
@@ -425,6 +435,7 @@ class Study:
 
     def score_on(self, task: str) -> str:
         """Return the column of the score on a task: its own, if the scores have it."""
+        # The loss is of the prompts of a task anyway.
         scores = self.question.scores
         if isinstance(scores, str) or task not in scores:
             return self.question.score
@@ -434,7 +445,8 @@ class Study:
         """Return the p of having looked at every k, measure, task and subset."""
         question = self.question
         data = question.data
-        rows = in_rows(data, data)
+        # All measures and k: any of them may have been looked at.
+        rows = stack_rows(data, data)
         prompts = {
             task: self._common_of(rows, data["task"].values.astype(str) == task)
             for task in self.tasks
@@ -466,6 +478,7 @@ class Study:
         x = means.transpose("row", "prompt").values[self.models.table.index]
         # Prompts that no model has are no reason to leave out the others.
         has_any = np.isfinite(x).any(0)
+        # Of what some models have, what all have.
         selected = np.flatnonzero(prompts & has_any)
         is_taken = prompts & ~has_any
         is_taken[selected[common_prompts(x[:, selected])]] = True
@@ -488,29 +501,30 @@ class Study:
             if is_by_outcome(self.table, scores, subset)
         )
 
-    def by_k(self) -> dict[int, Association]:
+    def associations_by_k(self) -> dict[int, Association]:
         """Return the association at each k."""
 
-        def at(k: int) -> Association:
+        def answer_at_k(k: int) -> Association:
+            # It is known already, with the same draws.
             if k == self.question.k:
                 return self.main
             return replace(self.question, k=k).answer()
 
         ks = sorted(self.question.data["k"].values.tolist())
-        return self.attempts.results("k = ", ks, at)
+        return self.attempts.results("k = ", ks, answer_at_k)
 
-    def by_task(self) -> dict[str, Association]:
+    def associations_by_task(self) -> dict[str, Association]:
         """Return the association on the prompts of each task."""
 
-        def on(task: str) -> Association:
-            of_task = replace(
+        def answer_on_task(task: str) -> Association:
+            task_question = replace(
                 self.question, data=self.tasks[task], score=self.score_on(task)
             )
-            return of_task.answer()
+            return task_question.answer()
 
-        return self.attempts.results("task ", self.tasks, on)
+        return self.attempts.results("task ", self.tasks, answer_on_task)
 
-    def across_tasks(self) -> dict[str, LinearFit]:
+    def lines_across_tasks(self) -> dict[str, LinearFit]:
         """Fit the line over the tasks of each model."""
         question = self.question
         fits = self.attempts.result(
@@ -529,11 +543,14 @@ class Study:
         """Correlate coupling with the length of the prompts, in each model."""
         data = self.question.data
 
-        def of_model(model: str) -> PromptCorrelation | None:
-            of_prompts = self._prompt_correlations(data.sel(model=[model]), "n_pos")
-            return of_prompts.get(model)
+        def correlation_of_model(model: str) -> PromptCorrelation | None:
+            # Model by model: one that cannot be ranked leaves its own reason.
+            correlations = self._prompt_correlations(data.sel(model=[model]), "n_pos")
+            return correlations.get(model)
 
-        return self.attempts.results("prompt length, ", _models_of(data), of_model)
+        return self.attempts.results(
+            "prompt length, ", _models_of(data), correlation_of_model
+        )
 
     def prompt_difficulty(
         self, difficulty: Mapping[str, float]
@@ -544,11 +561,11 @@ class Study:
         return self._prompt_correlations(self.question.data, difficulty)
 
     def _prompt_correlations(
-        self, data: xarray.Dataset, against: str | Mapping[str, float]
+        self, data: xarray.Dataset, prompt_property: str | Mapping[str, float]
     ) -> dict[str, PromptCorrelation]:
         return prompt_correlations(
             data,
-            against,
+            prompt_property,
             k=self.question.k,
             measure=self.question.measure,
             checkpoint=self.question.checkpoint,

@@ -83,6 +83,8 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
     # Tables that the package wrote mark what spreadsheets would take for a formula.
     table = table.map(of_cell)
     table.columns = table.columns.str.strip().map(of_cell)
+    # Names stay text, whatever they look like; other columns become numbers if they
+    # can.
     for name in table.columns.difference(["model", "checkpoint"]):
         texts = table[name].str.strip().replace("", np.nan)
         with contextlib.suppress(ValueError):
@@ -126,6 +128,7 @@ def checked_scores(
             f"the columns are {', '.join(scores)}"
         )
     numbers = _finite_numbers(scores, score)
+    # Scores without checkpoints are those of a model at any of them.
     keys = [name for name in ("model", "checkpoint") if name in scores]
     texts = {key: scores[key].astype(str).str.strip() for key in keys}
     scores = scores.assign(**texts, **{score: numbers.astype(float)})
@@ -152,6 +155,7 @@ def checked_scores(
 def _finite_numbers(scores: pandas.DataFrame, score: str) -> pandas.Series:
     """Return a column as numbers, NaN where it is empty."""
     numbers = pandas.to_numeric(scores[score], errors="coerce")
+    # `coerce` makes NaN of text too: an empty cell is allowed, a word is not.
     is_text = numbers.isna() & ~scores[score].isna() & (scores[score] != "")
     is_wrong = is_text | np.isinf(numbers)
     if is_wrong.any():
@@ -215,6 +219,7 @@ def common_prompts(
     """
     is_measured = np.isfinite(x)
     has_any = is_measured.any(1)
+    # A model that was measured on none of them is no reason to drop all.
     is_common = is_measured[has_any].all(0)
     if not is_common.any():
         return np.ones_like(is_common)
@@ -231,28 +236,30 @@ def measured(
     """Return coupling and score of each model of `per_prompt` at one checkpoint.
 
     Checkpoints of one model are not independent, so that only one of them counts: as in
-    `at_one_checkpoint`, and for "last" the last at which a model has both values. Where
+    `checkpoint_rows`, and for "last" the last at which a model has both values. Where
     models were measured on different prompts, those that all have are taken, with a
     warning.
     """
-    of_all_checkpoints = coupling_table(survey, scores, measure=measure, score=score)
-    scored = of_all_checkpoints.dropna(subset=[score])
-    at_checkpoint = at_one_checkpoint(of_all_checkpoints, checkpoint)
-    rows = at_checkpoint.dropna(subset=[score])
+    all_checkpoints = coupling_table(survey, scores, measure=measure, score=score)
+    scored = all_checkpoints.dropna(subset=[score])
+    rows_at_checkpoint = checkpoint_rows(all_checkpoints, checkpoint)
+    rows = rows_at_checkpoint.dropna(subset=[score])
+    # The last with both values, which need not be the last that was measured.
     if checkpoint == LAST:
-        rows = at_one_checkpoint(scored, LAST)
+        rows = checkpoint_rows(scored, LAST)
     left_out = {}
     for model in dict.fromkeys(survey["model"].values.tolist()):
         if model in set(rows["model"]):
             continue
-        if model in set(at_checkpoint["model"]):
+        # It has coupling there, so what it lacks is the score.
+        if model in set(rows_at_checkpoint["model"]):
             lacking = score
             elsewhere = scored
         else:
             lacking = f"{measure} at k = {survey['k'].item()}"
-            elsewhere = of_all_checkpoints
-        of_model = elsewhere[elsewhere["model"] == model]
-        hint = _only_at(of_model, at_checkpoint, checkpoint)
+            elsewhere = all_checkpoints
+        model_rows = elsewhere[elsewhere["model"] == model]
+        hint = _only_at(model_rows, rows_at_checkpoint, checkpoint)
         left_out[model] = f"no {lacking}{hint}"
     if len(rows) < 3:
         raise ValueError(
@@ -267,6 +274,7 @@ def measured(
         models = tuple(rows["model"][has_gaps])
         mixed = MixedMeans(rows, x.shape[1], n_common, models)
         _warn_of_gaps(mixed)
+        # Coupling and loss are averaged anew, over the prompts that are left.
         survey = survey.isel(prompt=np.flatnonzero(common_prompts(x)))
         x = survey["x"].values[rows.index]
         table = coupling_table(survey, scores, measure=measure, score=score)
@@ -317,7 +325,7 @@ def _only_at(
     )
 
 
-def at_one_checkpoint(
+def checkpoint_rows(
     rows: pandas.DataFrame, checkpoint: int | str | None
 ) -> pandas.DataFrame:
     """Return the rows of one checkpoint; the index stays.
@@ -327,6 +335,7 @@ def at_one_checkpoint(
     """
     names = rows["checkpoint"].astype(str)
     trained = rows[names != UNTRAINED]
+    # A survey of untrained models alone has no last checkpoint of all.
     if checkpoint == LAST or (trained.empty and checkpoint is None):
         return trained.groupby("model", sort=False).tail(1)
     if checkpoint is None:
@@ -340,7 +349,7 @@ def at_one_checkpoint(
     return rows[is_at_checkpoint]
 
 
-def with_families(
+def add_families(
     table: pandas.DataFrame, families: Mapping[str, str] | None
 ) -> tuple[pandas.DataFrame, str | None]:
     """Return the table with its column of families, and the name of the column.
@@ -352,6 +361,7 @@ def with_families(
         table = table.assign(**{FAMILY: table["model"].map(dict(families))})
     if FAMILY not in table:
         return table, None
+    # All alone or all of one family say nothing of dependence.
     n_families = family_codes(table, FAMILY).max() + 1
     are_some_related = 1 < n_families < len(table)
     return table, FAMILY if are_some_related else None
@@ -380,6 +390,7 @@ def needed(
         for name in dict.fromkeys((*usual, *also))
         if name in data.variables and name not in data.dims
     ]
+    # As variables, even where the survey has them as coordinates.
     coordinates = [name for name in names if name in data.coords]
     return data.reset_coords(coordinates)[names].load()
 
@@ -416,23 +427,27 @@ def per_prompt(
             f"`k` = {k} was not measured; there are {sorted(data['k'].values.tolist())}"
         )
     new_names = {mean_name(measure): "x", null_name(measure): "null"}
+    # A survey without the null gives tables without it.
     renamed = {name: new for name, new in new_names.items() if name in survey}
-    at_k = survey.sel(k=k).rename(renamed).dropna("prompt", how="all", subset=["x"])
-    if not at_k["x"].size:
+    survey_at_k = (
+        survey.sel(k=k).rename(renamed).dropna("prompt", how="all", subset=["x"])
+    )
+    if not survey_at_k["x"].size:
         raise ValueError(
             f"the survey holds no {measure} of any model on any prompt: "
             "measure some first"
         )
-    return in_rows(at_k, data)
+    return stack_rows(survey_at_k, data)
 
 
-def in_rows(part: xarray.Dataset, data: xarray.Dataset) -> xarray.Dataset:
+def stack_rows(part: xarray.Dataset, data: xarray.Dataset) -> xarray.Dataset:
     """Return part of a survey along `row`, in place of `model` and `checkpoint`.
 
     Each model stands with its checkpoints in order.
     """
     single_model = str(data.attrs.get("model") or "model")
     for dim, name in (("model", single_model), ("checkpoint", "main")):
+        # A survey of one model, or of one checkpoint, lacks the axis.
         if dim not in part.dims:
             part = part.expand_dims({dim: [name]})
     checkpoints = sorted(part["checkpoint"].values.tolist(), key=step_order)
@@ -478,14 +493,16 @@ def coupling_table(
     models = list(dict.fromkeys(survey["model"].values.astype(str).tolist()))
     scores = checked_scores(scores, score, models)
     keys = ["model", "checkpoint"] if "checkpoint" in scores else ["model"]
-    of_rows = table[keys].astype(str).merge(scores, on=keys, how="left")
-    of_rows = of_rows.set_index(table.index)
-    _check_columns(table, of_rows)
-    for name in of_rows.columns.drop(keys):
+    row_scores = table[keys].astype(str).merge(scores, on=keys, how="left")
+    # `merge` numbers rows anew; the index is the place along `row`.
+    row_scores = row_scores.set_index(table.index)
+    _check_columns(table, row_scores)
+    for name in row_scores.columns.drop(keys):
+        # The survey's own value stands, and the scores fill its gaps.
         if name in table:
-            table[name] = table[name].fillna(of_rows[name])
+            table[name] = table[name].fillna(row_scores[name])
         else:
-            table[name] = of_rows[name]
+            table[name] = row_scores[name]
     # What was measured first, then the score.
     first = ["model", "checkpoint", measure, "null", score]
     return table.filter(dict.fromkeys([*first, *table]))

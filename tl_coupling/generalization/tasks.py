@@ -10,7 +10,7 @@ from jaxtyping import Float
 from tl_coupling.arguments import Count, Seed, checked
 from tl_coupling.generalization.associations import FEWEST_RESAMPLED
 from tl_coupling.generalization.tables import (
-    at_one_checkpoint,
+    checkpoint_rows,
     coupling_table,
     per_prompt,
 )
@@ -41,7 +41,7 @@ _COLUMNS = (
 )
 
 
-def by_task(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
+def split_by_task(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
     """Return the prompts of each task; those without a task are left out."""
     if "task" not in data.coords:
         return {}
@@ -86,13 +86,18 @@ def task_means(
         ['sums', 'riddles', 'all prompts']
     """
     survey = per_prompt(data, k, measure)
+    # One stream of draws for all rows, in their order.
     rng = np.random.default_rng(seed)
     rows = []
     for place in range(survey.sizes["row"]):
-        of_model = survey.isel(row=place).dropna("prompt", subset=["x"])
-        if not of_model.sizes["prompt"]:
+        model_survey = survey.isel(row=place).dropna("prompt", subset=["x"])
+        # A checkpoint that was not measured.
+        if not model_survey.sizes["prompt"]:
             continue
-        for task, part in [*by_task(of_model).items(), (ALL_PROMPTS, of_model)]:
+        for task, part in [
+            *split_by_task(model_survey).items(),
+            (ALL_PROMPTS, model_survey),
+        ]:
             low, high = _interval_of_mean(part["x"].values, n_resamples, rng)
             rows.append(
                 {
@@ -157,9 +162,10 @@ def fits_across_tasks(
 
     Source: Aubry et al. 2025, table 3.
     """
+    # A score on a task is the column of its name; a loss is there for all.
     parts = {
         task: part
-        for task, part in by_task(data).items()
+        for task, part in split_by_task(data).items()
         if isinstance(scores, str) or task in scores
     }
     if len(parts) < 3:
@@ -171,14 +177,15 @@ def fits_across_tasks(
     for task, part in parts.items():
         survey = per_prompt(part, k, measure)
         table = coupling_table(survey, scores, measure=measure, score=task)
-        table = at_one_checkpoint(table, checkpoint)
+        table = checkpoint_rows(table, checkpoint)
         # The scores may have a column "score" as well: that of all tasks.
-        of_task = table[["model", measure]]
-        of_task = of_task.assign(score=table[task if task in table else "loss"])
-        tables.append(of_task.dropna())
+        task_points = table[["model", measure]]
+        task_points = task_points.assign(score=table[task if task in table else "loss"])
+        tables.append(task_points.dropna())
     models = pandas.concat(tables, ignore_index=True).groupby("model", sort=False)
     return {
         str(model): linear_fit(points, measure, "score")
         for model, points in models
+        # A line through two points fits always.
         if len(points) > 2
     }

@@ -13,9 +13,9 @@ from tl_coupling.arguments import checked
 from tl_coupling.generalization import (
     PromptPoints,
     PromptRelation,
-    by_task,
     covariate_lines,
     prompt_relation,
+    split_by_task,
 )
 from tl_coupling.measures import MeasureName, mean_name, measured_in, null_name
 from tl_coupling.plots import labels
@@ -148,6 +148,7 @@ def _draw_quartiles(ax: Axes, run: _Run, name: str, k: int | None, place: int) -
         height,
         "o",
         markersize=5,
+        # For whoever reads the lines; the legend has entries of its own.
         label=f"{run.model} {run.checkpoint}",
         color=color,
         markerfacecolor=face_color,
@@ -307,10 +308,11 @@ def plot_prompts(
     drawn_runs = [
         run for model in models[-_MOST_ROWS:] for run in runs if run.model == model
     ]
+    # A mask over prompts for each task.
     prompt_ids = data["prompt"].values.astype(str)
     tasks = {
         task: np.isin(prompt_ids, task_data["prompt"].values.astype(str))
-        for task, task_data in by_task(data).items()
+        for task, task_data in split_by_task(data).items()
     }
     n_columns = 2 if tasks else 1
     fig = fig or labels.new_figure(3.9 * n_columns, 0.8 + 2.9 * len(drawn_runs))
@@ -322,6 +324,7 @@ def plot_prompts(
         x = _length_or_difficulty(run, against)
         y = _prompt_values(run.values, mean_name(measure), k)
         relation = prompt_relation(x, y, tasks)
+        # Two points always lie on a line.
         if relation.n_prompts < 3:
             raise ValueError(
                 f"{run.model!r}: wanted at least three prompts with a {x_label}, "
@@ -384,6 +387,7 @@ def _draw_prompts(
             markersize=3.5,
             alpha=0.6,
             color=f"C{i % 10}",
+            # Prompts without a task have no entry in the legend.
             label=task or "_prompts",
         )
     ranked = points.correlation
@@ -578,6 +582,7 @@ def _last_values(
     """Return the last value by depth, of what is known by depth."""
     if values.ndim == 1:
         return values
+    # The depth of this model, not of the deepest one.
     return values[:, _length(values) - 1]
 
 

@@ -129,6 +129,7 @@ class ResidualAlignment(Saved):
     @property
     def inverse_fit(self) -> InverseSingularValueFit:
         """RA4: the line through `1/σ_i` against layer, for each of the top k."""
+        # Below the k-th they may be 0, and have no inverse.
         return inverse_singular_value_fit(self.singular_values[:, : self.k])
 
     def summary(self) -> dict[str, float]:
@@ -137,16 +138,19 @@ class ResidualAlignment(Saved):
         They are means over blocks, over pairs of different blocks, or over the top k.
         """
         fit = self.inverse_fit
-        across = self.across_blocks()
-        is_own = torch.eye(len(across), dtype=torch.bool, device=across.device)
-        of_blocks = {
+        # A block always agrees with itself, and is no pair of blocks.
+        across_alignment = self.across_blocks()
+        is_own = torch.eye(
+            len(across_alignment), dtype=torch.bool, device=across_alignment.device
+        )
+        block_values = {
             "vector_alignment_within_blocks": self.within_blocks(),
-            "vector_alignment_across_blocks": across[~is_own],
+            "vector_alignment_across_blocks": across_alignment[~is_own],
             "tail_energy": self.tail_energy,
             "inverse_singular_value_slope": fit.slope,
             "inverse_singular_value_r_squared": fit.r_squared,
         }
-        means = {name: float(values.mean()) for name, values in of_blocks.items()}
+        means = {name: float(values.mean()) for name, values in block_values.items()}
         return {
             "line_shape_score": self.line_shape_score,
             "equidistance": self.equidistance,
@@ -221,11 +225,13 @@ def residual_alignment(
         (torch.Size([2, 2, 4, 4]), torch.Size([2]), 0.03125)
     """
     t = trace.position_index(position)
+    # One block has no pair, and no line through its singular values.
     if trace.n_layers < 2:
         raise ValueError(
             "alignment across blocks takes at least 2 of them, "
             f"this model has {trace.n_layers}"
         )
+    # RA3 allows C directions: beyond them there should be nothing to align.
     if k is None:
         k = min(n_classes, DEFAULT_K, trace.d_model)
     check_k(k, trace.d_model)
@@ -235,6 +241,7 @@ def residual_alignment(
     decomposed = decompose(trace, connections, k, options, n_triplets=trace.d_model)
     decomposed.check_cut()
     spectra = decomposed.spectra
+    # The path of the one token, `[n_layers + 1, d_model]`.
     x = trace.residual[:, t]
     return ResidualAlignment(
         line_shape_score=float(shapes.line_shape_score(x)),

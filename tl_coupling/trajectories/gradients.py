@@ -97,6 +97,7 @@ class GradientPrediction:
         return direction_cosine(self.exact, self.coupled)
 
     def __repr__(self) -> str:
+        # Rows go from depth 0 to L, the gradient the other way.
         growth = float(self.exact[0].norm() / self.exact[-1].norm())
         coupled_growth = float(self.coupled[0].norm() / self.coupled[-1].norm())
         return (
@@ -152,6 +153,7 @@ def gradient_prediction(
             f"`error` must have shape [{trace.d_model}], the width of the stream, "
             f"got [{len(error)}]"
         )
+    # In the trace's precision first: what overflows there is refused below.
     last = error.to(trace.residual).double()
     _check_finite(last, "error")
     exact = [last]
@@ -173,8 +175,10 @@ def gradient_prediction(
         S[connection.layer] = part.singular_values[0, :k]
         if connection.layer == reference:
             U[:] = svd(J, k).U
+        # `(I + J)ᵀ` of this block, applied to what comes back from all later ones.
         exact.append(exact[-1] + J.mT @ exact[-1])
     return GradientPrediction(
+        # Depth 0 first again.
         exact=torch.stack(exact[::-1]),
         coupled=coupled_gradient(U, S, last),
         reference_layer=reference,

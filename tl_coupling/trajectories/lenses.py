@@ -21,7 +21,7 @@ from tl_coupling.traces import Trace
 # In a lens's metadata: TransformerLens merges lenses of one estimator only.
 ESTIMATOR = "tl_coupling.product_of_blocks"
 # What the metadata take from the provenance of a trace, where it says so.
-_OF_TRACE = ("weights_digest", "checkpoint", "untrained", "hooks", "spliced")
+_TRACE_FACTS = ("weights_digest", "checkpoint", "untrained", "hooks", "spliced")
 _SEVERAL_TRACES = "an iterable of traced prompts: `trace(model, prompt)` makes one"
 
 
@@ -83,6 +83,7 @@ def product_lens(
         if first is None:
             check_takes_lens(trace.model, trace.d_model)
             first = trace
+        # The map of layer l begins behind its block: the first block is in none.
         later = range(1, trace.n_layers)
         J = block_jacobians(trace, later, position=position, progress=False)
         products = _products(J)
@@ -90,6 +91,7 @@ def product_lens(
         n_prompts += 1
     if total is None or first is None:
         raise ValueError("`traces` is empty: wanted at least one traced prompt")
+    # By the layer whose output each one maps.
     means = dict(enumerate(total / n_prompts))
     metadata = _metadata(first, position, n_prompts, corpus)
     return jacobian_lens(means, n_prompts, metadata)
@@ -98,6 +100,7 @@ def product_lens(
 def check_lens(lens: JacobianLens, trace: Trace) -> None:
     """Raise ValueError or TypeError unless a lens is of the model of a trace."""
     lens.validate_model(trace.model)
+    # A lens that TransformerLens fitted says none.
     digest = lens.metadata.get("weights_digest")
     if digest not in (None, trace.provenance.get("weights_digest")):
         raise ValueError(
@@ -137,6 +140,7 @@ def _products(
     product = identity
     products = []
     for J_of_layer in J.flip(0):
+        # From the last block down: one more block acts before all that are there.
         product = product @ (identity + J_of_layer.double())
         products.append(product)
     return torch.stack(products).flip(0)
@@ -146,12 +150,14 @@ def _metadata(
     trace: Trace, position: int, n_prompts: int, corpus: str | None
 ) -> dict[str, Any]:
     """Return what a lens says of itself."""
-    of_trace = {
-        name: trace.provenance[name] for name in _OF_TRACE if name in trace.provenance
+    trace_facts = {
+        name: trace.provenance[name]
+        for name in _TRACE_FACTS
+        if name in trace.provenance
     }
     return {
         **described_for_lens(trace.model),
-        **of_trace,
+        **trace_facts,
         "estimator": ESTIMATOR,
         "position": position,
         "corpus": corpus,

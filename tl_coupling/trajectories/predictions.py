@@ -105,6 +105,7 @@ class Linearisation:
             warn_caller(
                 f"relative error is undefined (NaN) where x is 0, after layer {layers}"
             )
+        # The first layer is the first prediction: entry l is of depth l + 1.
         error = (self.predicted(prediction) - truth).norm(dim=-1)
         return (error / length).masked_fill(is_zero, torch.nan)
 
@@ -117,6 +118,7 @@ class Linearisation:
         return direction_cosine(self.predicted(prediction), self.trajectory[1:])
 
     def __repr__(self) -> str:
+        # The closed form is the one part that may be missing.
         closed_form = "no closed form"
         if self.k is not None:
             closed_form = (
@@ -191,12 +193,13 @@ def linearisation(
             "`reference_layer` and `k` belong to the closed form: "
             "leave them out or set closed_form=True"
         )
+    # Checked whether the closed form is asked for or not.
     reference = middle_layer(trace, reference_layer)
     k = trace.d_model if k is None else k
     check_k(k, trace.d_model)
     if not closed_form:
-        return _by_products(trace, t, progress)
-    return _by_jacobians(trace, t, reference, k, progress)
+        return _product_linearisation(trace, t, progress)
+    return _jacobian_linearisation(trace, t, reference, k, progress)
 
 
 def middle_layer(trace: Trace, layer: int | None) -> int:
@@ -206,7 +209,7 @@ def middle_layer(trace: Trace, layer: int | None) -> int:
     return trace.layer_index(layer)
 
 
-def _by_products(
+def _product_linearisation(
     trace: Trace, position: int, progress: Progress | None
 ) -> Linearisation:
     """Return the linearisation without its closed form, which needs no Jacobian."""
@@ -214,6 +217,7 @@ def _by_products(
     one_step = torch.empty_like(x[1:])
     product = x.clone()
     for layer in with_progress(range(trace.n_layers), progress, "linearisation"):
+        # J is that of the true stream, whatever it is applied to.
         one_step[layer] = x[layer] + _image(trace, layer, position, x[layer])
         image = _image(trace, layer, position, product[layer])
         product[layer + 1] = product[layer] + image
@@ -235,12 +239,13 @@ def _image(trace: Trace, layer: int, position: int, vector: Tensor) -> Tensor:
     The direction of v goes through the block, not v: after many layers a product may
     lie beyond the range of float32.
     """
+    # A vector of zeros has no direction, and its image is zeros.
     length = vector.norm().clamp_min(torch.finfo(vector.dtype).tiny)
     image = block_jvp(trace, layer, vector / length, position=position)
     return length * image.double()
 
 
-def _by_jacobians(
+def _jacobian_linearisation(
     trace: Trace, position: int, reference: int, k: int, progress: Progress | None
 ) -> Linearisation:
     """Return the whole linearisation, with U of a reference layer."""
@@ -253,9 +258,11 @@ def _by_jacobians(
         Connection(layer, position, position, position)
         for layer in range(trace.n_layers)
     ]
+    # Of the whole block with its norms: what it adds to the stream is predicted.
     jacobians = passing(
         trace, connections, JacobianOptions(progress=progress), function="block"
     )
+    # One Jacobian at a time is held.
     for layer, part in enumerate(jacobians.parts()):
         J = part.J[0]
         S[layer] = part.singular_values[0, :k]
@@ -264,6 +271,7 @@ def _by_jacobians(
         one_step[layer] = x[layer] + J.double() @ x[layer]
         product[layer + 1] = product[layer] + J.double() @ product[layer]
     # Π_{j≤l} (I + S_j) − I, for each l and each singular vector: [n_layers k]
+    # The 1 is taken off, as it is x⁰ itself, with what U does not span.
     growth = (1 + S).cumprod(0) - 1
     return Linearisation(
         trajectory=x,
@@ -369,6 +377,7 @@ def perturbation(
         torch.Size([2, 2, 3])
     """
     t = trace.position_index(position)
+    # 0 is a scale: the clean trajectory beside itself.
     are_sizes = all(math.isfinite(scale) and scale >= 0 for scale in scales)
     if not len(scales) or not are_sizes:
         raise ValueError(
@@ -384,6 +393,7 @@ def perturbation(
                 f"the embedding of token {t} is zero, and noise is relative to it: "
                 "choose another token, or relative=False"
             )
+        # ε is about √d_model long.
         noise = length / math.sqrt(trace.d_model) * noise
     cosines = clean.new_empty(len(scales), n_samples, len(clean))
     runs = range(len(scales) * n_samples)
@@ -407,6 +417,7 @@ def _noise(
     """Return standard normal noise, the same on every device and in every dtype."""
     generator = seeded(seed)
     size = (n_samples, clean.shape[1])
+    # Drawn in float64 on the CPU, and only then moved to the model's device and dtype.
     noise = torch.randn(size, dtype=torch.float64, generator=generator)
     return noise.to(clean)
 
@@ -419,6 +430,7 @@ def _noisy_trajectory(
     X[position] += noise
     noisy = [X[position]]
     for block in trace.blocks:
+        # All tokens run on: later ones hear of the noise by attention.
         X = X + block(X)
         noisy.append(X[position])
     return torch.stack(noisy)

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _ROWS_OF_LOGITS = 64
 # The axes of every array in the file: of those in a result, of those in its parts, and
 # of those that are made for the file alone.
-_OF_TOKENS = ("line_shape_score", "expodistance", "equidistance")
-_OF_PREDICTIONS = ("relative_error", "cosine_similarity")
-_OF_FITS = ("slope", "intercept", "r_squared")
+_TOKEN_MEASURES = ("line_shape_score", "expodistance", "equidistance")
+_PREDICTION_MEASURES = ("relative_error", "cosine_similarity")
+_FIT_MEASURES = ("slope", "intercept", "r_squared")
 _AXES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_OF_TOKENS, ("token",)),
+    **dict.fromkeys(_TOKEN_MEASURES, ("token",)),
     "norm": ("depth", "token"),
     "logit_lens_entropy": ("depth", "token"),
     "step_length": ("layer", "token"),
@@ -48,8 +48,11 @@ _AXES: dict[str, tuple[str, ...]] = {
     "closed_form": ("layer", "d_model"),
     "singular_values": ("layer", "i"),
     "cosine_similarity": ("scale", "sample", "depth"),
-    **{f"linearisation_{name}": ("prediction", "layer") for name in _OF_PREDICTIONS},
-    **{f"inverse_singular_value_{name}": ("i",) for name in _OF_FITS},
+    **{
+        f"linearisation_{name}": ("prediction", "layer")
+        for name in _PREDICTION_MEASURES
+    },
+    **{f"inverse_singular_value_{name}": ("i",) for name in _FIT_MEASURES},
 }
 # All others are numbers without a unit.
 _UNITS = {
@@ -120,6 +123,7 @@ class TrajectoryResult(Saved):
 
         arrays = _arrays(self)
         attributes = {"window": self.window, "provenance": json.dumps(self.provenance)}
+        # A part that was left out leaves no trace in the file.
         for name in _PARTS:
             part = getattr(self, name)
             if part is not None:
@@ -141,6 +145,7 @@ class TrajectoryResult(Saved):
         coordinates: dict[str, Any] = {
             "depth": range(self.n_layers + 1),
             "layer": range(self.n_layers),
+            # The window is odd, and has a middle step.
             "middle_layer": [i + self.window // 2 for i in range(n_windows)],
             "token": range(n_pos),
             "token_text": ("token", list(texts)),
@@ -169,7 +174,8 @@ class TrajectoryResult(Saved):
 
     def __repr__(self) -> str:
         means = ", ".join(
-            f"{name} {float(getattr(self, name).nanmean()):.3f}" for name in _OF_TOKENS
+            f"{name} {float(getattr(self, name).nanmean()):.3f}"
+            for name in _TOKEN_MEASURES
         )
         parts = [name for name in _PARTS if getattr(self, name) is not None]
         contents = " and ".join(parts) or "shapes alone"
@@ -222,6 +228,7 @@ def _inverse_fits(linear: Linearisation) -> dict[str, Tensor]:
     """Return the lines through `1/σ_i` against layer, which take two layers."""
     if linear.singular_values is None or len(linear.singular_values) < 2:
         return {}
+    # Made for the file: who reads it without this package has the lines too.
     fit = inverse_singular_value_fit(linear.singular_values)
     return {
         f"inverse_singular_value_{name}": values for name, values in vars(fit).items()
@@ -230,6 +237,7 @@ def _inverse_fits(linear: Linearisation) -> dict[str, Tensor]:
 
 def _fields_in(data: "xarray.Dataset", kind: type) -> dict[str, Any]:
     """Return the arrays that a class has as fields; KeyError where one is missing."""
+    # Fields that are no arrays are in the attributes.
     names = [field.name for field in fields(kind) if field.name in _AXES]
     absent = [name for name in names if name in _OPTIONAL and name not in data]
     arrays = {
@@ -250,6 +258,7 @@ def _linearisation_in(
     return Linearisation(
         **_fields_in(data, Linearisation),
         **settings,
+        # As `linearisation` made it: the trace's, with the token.
         provenance=provenance | {"position": settings["position"]},
     )
 
@@ -261,6 +270,7 @@ def _perturbation_in(
     if "perturbation" not in data.attrs:
         return None
     settings = json.loads(data.attrs["perturbation"])
+    # JSON knows lists only.
     settings["scales"] = tuple(settings["scales"])
     return Perturbation(
         **_fields_in(data, Perturbation),
@@ -302,21 +312,25 @@ def entropy_by_depth(
     """
     x = trace.residual
     depths = list(range(trace.n_layers))
-    before_last = x[:-1]
+    inner_depths = x[:-1]
     if lens is not None:
         check_lens(lens, trace)
+        # Depth l + 1 is what leaves block l.
         depths = [depth for depth in depths if depth - 1 in lens.jacobians]
-        before_last = torch.stack(
+        inner_depths = torch.stack(
             [lens.transport(x[depth], depth - 1) for depth in depths]
         )
     entropies = [
         shapes.entropy_of(trace.logits(rows))
-        for rows in before_last.flatten(0, 1).split(_ROWS_OF_LOGITS)
+        # Depths and tokens in one axis, a few rows of logits at a time.
+        for rows in inner_depths.flatten(0, 1).split(_ROWS_OF_LOGITS)
     ]
+    # What leaves the last block needs no lens, and may be normalised already.
     entropies.append(shapes.entropy_of(trace.logits(x[-1], trace.final_norm)))
     read_depths = [*depths, trace.n_layers]
-    by_depth = torch.cat(entropies).reshape(len(read_depths), trace.n_pos)
-    known = shapes.entropies_by_depth(by_depth, x[read_depths])
+    read_entropies = torch.cat(entropies).reshape(len(read_depths), trace.n_pos)
+    known = shapes.entropies_by_depth(read_entropies, x[read_depths])
+    # Every depth could be read.
     if len(known) == len(x):
         return known
     result = known.new_full(x.shape[:2], torch.nan)
@@ -375,6 +389,7 @@ def measure_trajectory(
     t = trace.position_index(position)
     x = trace.residual
     if window is None:
+        # The largest odd number of at most so many steps as there are blocks.
         longest_odd = trace.n_layers - 1 + trace.n_layers % 2
         window = min(11, longest_odd)
     # First, since it refuses a window that is too long.

@@ -48,7 +48,7 @@ def norms(x: Trajectories) -> Float[Tensor, "n_layers_plus_1 *batch"]:
         >>> tlc.trajectories.norms(torch.tensor([[3.0, 4.0], [6.0, 8.0]]))
         tensor([ 5., 10.])
     """
-    return _narrowed(_finite(x, at_least=1).norm(dim=-1), x)
+    return _narrowed(_finite(x, fewest_depths=1).norm(dim=-1), x)
 
 
 @checked
@@ -153,6 +153,7 @@ def line_shape_score_by_depth(
         tensor([1.0000, 1.4142])
     """
     unit_steps = _unit_steps(x)
+    # `[n_steps 1 …]`: the score of the first n steps has n in its numerator.
     n_steps = torch.arange(1, len(unit_steps) + 1).to(unit_steps)
     batch_axes = [1] * (x.ndim - 2)
     return _score(n_steps.reshape(-1, *batch_axes), unit_steps.cumsum(0), x)
@@ -190,10 +191,12 @@ def expodistance(x: Trajectories) -> Float[Tensor, "*batch"]:
     lengths = _finite(x).norm(dim=-1)
     _warn_of_one_step(x, "expodistance", 0)
     is_zero = lengths == 0
+    # NaN in place of −∞: the whole path is then undefined.
     growth_rates = lengths.masked_fill(is_zero, math.nan).log().diff(dim=0)
     mean_rate = growth_rates.mean(0)
     # ‖x^L‖ and ‖x^0‖ each carry up to half an ε from the rounding of x alone: a growth
     # of a few ε may be none.
+    # The mean rate times L is `ln(‖x^L‖ / ‖x^0‖)`.
     is_level = mean_rate.abs() * len(growth_rates) <= 8 * torch.finfo(x.dtype).eps
     _warn_undefined(
         "expodistance",
@@ -221,6 +224,7 @@ def equidistance(x: Trajectories) -> Float[Tensor, "*batch"]:
         >>> tlc.equidistance(torch.tensor([[0.0], [1.0], [4.0]]))  # steps 1 and 3: 1 / 2
         tensor(0.5000)
     """
+    # Steps, not positions, are compared.
     lengths = _finite(x).diff(dim=0).norm(dim=-1)
     _warn_of_one_step(x, "equidistance", 0)
     mean_length = lengths.mean(0)
@@ -258,8 +262,9 @@ def logit_lens_entropy(
         >>> tlc.trajectories.logit_lens_entropy(torch.eye(2), lambda stream: 0 * stream)
         tensor([0.6931, 0.6931])
     """
-    _finite(x, at_least=1)
+    _finite(x, fewest_depths=1)
     entropies = []
+    # Depth by depth: logits of all at once may not fit into memory.
     for stream in x:
         with torch.no_grad():
             logits = unembed(stream)
@@ -298,8 +303,8 @@ def entropies_by_depth(
     entropies: Float[Tensor, "n_layers_plus_1 *batch"], x: Trajectories
 ) -> Float[Tensor, "n_layers_plus_1 *batch"]:
     """Return entropies in x's dtype; ValueError unless all are finite."""
-    for depth, of_depth in enumerate(entropies):
-        if not of_depth.isfinite().all():
+    for depth, depth_entropies in enumerate(entropies):
+        if not depth_entropies.isfinite().all():
             raise ValueError(
                 "`unembed` must return logits without NaN or +inf, "
                 f"got some at depth {depth}: use a wider dtype?"
@@ -364,7 +369,8 @@ def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
         (tensor([[1., 0.]]), tensor([[-1., -2.],
                 [ 1., -1.]]))
     """
-    stream = _finite(x, at_least=1)
+    stream = _finite(x, fewest_depths=1)
+    # Tokens of all batch axes are one sample.
     last = rearrange(stream[-1], "... d -> (...) d")
     n_tokens, d_model = last.shape
     if n_tokens < 2:
@@ -395,6 +401,7 @@ def trajectory_pca(x: Trajectories, n_components: Count = 2) -> TrajectoryPCA:
         )
     components = Vh[:n_components]
     largest_entry = components.abs().argmax(1, keepdim=True)
+    # The largest entry of each component becomes positive, as signs are arbitrary.
     components = components * components.gather(1, largest_entry).sign()
     projected = einsum(
         stream - mean, components, "depth ... d, component d -> depth ... component"
@@ -429,12 +436,13 @@ def direction_cosine(
     return cosine.clamp(-1, 1)
 
 
-def _finite(x: Tensor, at_least: int = 2) -> Tensor:
-    """Return trajectories in float64, if they are finite and have `at_least` depths."""
-    if len(x) < at_least:
+def _finite(x: Tensor, fewest_depths: int = 2) -> Tensor:
+    """Return trajectories in float64, if they are finite and have enough depths."""
+    if len(x) < fewest_depths:
         raise ValueError(
-            f"`x` must be [n_layers+1 *batch d_model] with at least {at_least} depths, "
-            f"got shape {list(x.shape)}: give the whole residual stream, depth first"
+            "`x` must be [n_layers+1 *batch d_model] with at least "
+            f"{fewest_depths} depths, got shape {list(x.shape)}: "
+            "give the whole residual stream, depth first"
         )
     if x.shape[-1] == 0:
         raise ValueError(
