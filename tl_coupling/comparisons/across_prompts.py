@@ -330,7 +330,8 @@ def prompt_coupling(
     for layer in with_progress(selected_layers, progress, "layers"):
         decomposed = _decomposed(traced, layer, positions, k, options)
         layer_pairs.append(_compared(decomposed, k))
-        # What was computed in which way is said of the first prompt, for all.
+        # The path that computed the first prompt's Jacobian is recorded for all
+        # prompts.
         paths |= decomposed[0].paths
     return PromptCoupling(
         matrices=torch.stack([pairs.matrices for pairs in layer_pairs]),
@@ -383,7 +384,7 @@ def _decomposed(
 
 def _compared(decomposed: Sequence[Decomposed], k: int) -> _LayerPairs:
     """Compare one layer's Jacobians on every two prompts."""
-    # All prompts' frames of this layer in one batch.
+    # The frames of all prompts at this layer are one batch.
     spectra = Spectrum.cat([prompt_jacobian.leading for prompt_jacobian in decomposed])
     n = len(decomposed)
     rows = []

@@ -356,10 +356,10 @@ def carriers(
     """
     options = JacobianOptions(chunk_size, max_memory, progress)
     (decomposed,) = decomposed_layers([trace], k, position, layers, options)
-    # Warns where σ_k and σ_{k+1} are equal: the frames are arbitrary there.
+    # This warns where σ_k and σ_{k+1} are equal, and the frames arbitrary.
     decomposed.check_cut()
     leading = decomposed.leading
-    # Frames are rows on both sides; those of Vh are rows as torch gives them.
+    # Frames have their vectors in rows on both sides, as Vh has already.
     left = rearrange(leading.U, "col d k -> col k d")
     right = leading.Vh
     if orientation == "vju":
@@ -458,7 +458,7 @@ def _errors_of_the_middle(
 def _all_labels(labels_by_layer: Iterable[Sequence[str]]) -> tuple[str, ...]:
     """Return the labels that any layer has: heads by number, then the others."""
     labels = {label for own_labels in labels_by_layer for label in own_labels}
-    # By number, not by letters: H10 comes behind H9.
+    # Heads are sorted by number, not by letters: H10 comes behind H9.
     heads = sorted(filter(_is_head, labels), key=lambda label: int(label[1:]))
     return (*heads, *(label for label in _BRANCHES if label in labels))
 

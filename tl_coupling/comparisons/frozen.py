@@ -174,7 +174,7 @@ def frozen_coupling(
         frobenius_norms=torch.stack([each.frobenius_norms for each in maps]),
         differences=torch.stack(differences) / full.frobenius_norms,
         layers=maps[0].row_layers,
-        # Tokens count from 0 in a result, whatever the caller wrote.
+        # A result counts tokens from 0, where the caller may have counted from the end.
         position=t,
         d_model=trace.d_model,
         orientation=orientation,

@@ -246,7 +246,7 @@ def head_coupling(
         decomposed.append(_factored(J))
     heads = _joined(decomposed)
     has_vectors = _have_enough(heads, k, labels)
-    # The frames on the left and on the right of J_1.
+    # `vju` puts the right vectors of J_2 on the left of J_1.
     if orientation == "vju":
         frames = (heads.V[..., :k], heads.U[..., :k])
     else:
@@ -342,7 +342,7 @@ def _coupling(
         left = rearrange(S[:, None] * (U.mT @ U_all), "r (f k) -> f r k", f=n_frames)
         right = rearrange(V.mT @ V_all, "r (f k) -> f r k", f=n_frames)
         A = einsum(left, right, "f r i, f r j -> f i j")
-        # The measure would warn of a head that is 0 once for all frames; NaN says it.
+        # A head that is 0 is NaN here without the warning that the measure gives.
         if bool((S == 0).all()):
             rows.append(A.new_full((n_frames,), torch.nan))
         else:

@@ -282,7 +282,7 @@ class CouplingMap(Saved):
                 self.d_model,
                 S_1,
                 norms,
-                # In the whole space a null depends on J_1 alone: any column has them
+                # In the whole space the null depends on J_1 alone: one column has them
                 # all.
                 nulls[:, 0].double(),
                 generator,
@@ -350,7 +350,7 @@ class CouplingMap(Saved):
         col_layers = torch.tensor(self.col_layers)
         distances = (row_layers[:, None] - col_layers).abs().to(values.device)
         means = [
-            # Over no pair at all this is NaN.
+            # The mean over no pair is NaN.
             values[distances == distance].mean()
             for distance in range(int(distances.max()) + 1)
         ]
@@ -440,7 +440,7 @@ class CouplingMap(Saved):
             >>> len(table), round(float(table["null"].min()), 3)
             (8, 0.134)
         """
-        # They are coordinates of the dataset, and become columns of the table.
+        # These are coordinates of the dataset, and become columns of the table.
         names = ["row_layer", "row_position", "col_layer", "col_position"]
         data = self.to_dataset()
         if ks is not None:

@@ -61,7 +61,7 @@ def jacobian_coupling(
     # Without a trace nothing else says which matrix a warning is about.
     check_cut(decomposed.spectra.S, k, [f"layer {layer}" for layer in names])
     coupled = couple(decomposed, decomposed, (orientation,))
-    # `pairs` reads it off the trace, which these Jacobians do not have.
+    # `pairs` reads the provenance off a trace, which these Jacobians do not have.
     full_provenance = {**(provenance or {}), "svd": decomposed.spectra.method}
     maps = maps_of(coupled, decomposed, decomposed, "depth", full_provenance)
     return maps[orientation]

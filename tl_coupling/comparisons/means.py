@@ -274,7 +274,7 @@ def _facts(result: CouplingMap) -> Facts:
     compared_layers = {*result.row_layers, *result.col_layers}
     return result.provenance | {
         **{name: getattr(result, name) for name in _MAP_FACTS},
-        # Only of the layers compared: of others it makes no difference.
+        # Layers that are not compared may differ between the traces.
         "normalising_layers": sorted(compared_layers & normalising),
         "positions": positions,
         _END_POSITIONS: end_positions,

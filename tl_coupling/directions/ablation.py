@@ -324,7 +324,8 @@ def _tokenized(
                 f"`first_position` must be below {len(tokens)}, the number of tokens of "
                 f"prompt {prompt.id!r}, got {first_position}: nothing would be removed"
             )
-        # By their tokens: one text under two names is one prompt.
+        # Prompts are told apart by their tokens: one text under two names is one
+        # prompt.
         different.add(prompt.id, tokens)
         tokens_by_id[prompt.id] = tokens
     return tokens_by_id
@@ -368,8 +369,8 @@ def _conditions(
     index = SIDES.index(side)
     basis = subspace.bases[index][:, :rank]
     whole = torch.eye(len(basis), device=basis.device)
-    # The same subspace at every layer, as the shared one is.
-    # One half for "random", the other, scaled, for "norm_matched".
+    # The same subspace at every layer, as the shared one is. The first half is
+    # "random", the second half, scaled later, "norm_matched".
     random = list(frames(2 * n_draws, whole, rank, generator))
     kinds = ["shared"] + ["random"] * n_draws + ["norm_matched"] * n_draws
     span = subspace.span[index]
@@ -394,7 +395,7 @@ def _conditions(
     bases: dict[int, Tensor] = {}
     for layer in layers:
         row = subspace.layers.index(layer)
-        # In the order of `kinds`.
+        # The order must be that of `kinds`.
         layer_bases = [basis, *random]
         if has_principal:
             layer_bases.append(span[row, :, :rank])
@@ -428,7 +429,7 @@ def _ablated(
     log_p_before = log_probabilities(model, tokens, dtype=torch.float32)
     loss = losses(log_p_before, tokens)
     parts = []
-    # As many conditions at once as have logits that fit: `[n_pos d_vocab]` each.
+    # A batch has as many conditions as have logits, `[n_pos d_vocab]`, that fit.
     for which in _batches(len(conditions.kinds), rows_at_once(*log_p_before.shape[1:])):
         n_rows = which.stop - which.start
         projection = conditions.some(which, first_position)

@@ -345,7 +345,7 @@ def _other_prompt_logits(
             raise ValueError("`others` must be traced with the model of `trace`")
         found.append(block_directions(other, layer, k, position).write.mT)
     if not found:
-        # No other prompts: a control without draws.
+        # Without other prompts this control has no draws.
         return trace.residual.new_zeros(len(later.ways), 0, 1)
     return later.read_out(torch.cat(found))
 
@@ -381,7 +381,7 @@ def _ranks(
     logits: Float[Tensor, "n_ways n v"], token: int
 ) -> Int[Tensor, "n_ways n 2"]:
     """Return the place of a token among the logits of both ends, from 1."""
-    # As many logits above it, or below it at the other end, are before it.
+    # A token's place is 1 and the logits above it, or below it at the other end.
     own = logits[..., token, None]
     return torch.stack([(logits > own).sum(-1), (logits < own).sum(-1)], -1) + 1
 
@@ -488,7 +488,7 @@ def _gain_of_norm(
             continue
         # So large that ε beside the mean square does not matter.
         w = norm(_LARGE * signs[None, None])[0, 0] / signs
-        # By least squares: what the norm divided by is not known.
+        # What the norm divided by is not known: least squares find it.
         per_scale = (w * x) @ written / (w * x).square().sum()
         if _is_close(per_scale * w * x, written):
             return per_scale * w

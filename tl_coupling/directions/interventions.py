@@ -103,7 +103,7 @@ class Directions(Saved):
             )
         rounding = _ROUNDING * torch.finfo(lengths.dtype).eps
         divisors = lengths.where((lengths - 1).abs() > rounding, 1.0)
-        # The dataclass is frozen, this is its making.
+        # The dataclass is frozen for its users: here it is still being made.
         object.__setattr__(self, "vectors", vectors / divisors[:, None])
 
     @property
@@ -227,7 +227,7 @@ def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
                 "attach it again, or find the directions without it"
             )
     expected = provenance.get("weights_digest")
-    # Not known of streamed models, nor of results of earlier versions.
+    # The digest is not known of streamed models, nor of results of earlier versions.
     if expected is None:
         return
     found = weights_digest(model)
@@ -255,7 +255,7 @@ def steering_hooks(
     def add(h: Stream, hook: object) -> Stream:
         _check_batch(h, len(vectors), position)
         tokens = slice(None) if position is None else [position]
-        # h itself belongs to the model.
+        # h itself belongs to the model, and is not written into.
         moved = h.clone()
         lengths = h[:, tokens].norm(dim=-1, keepdim=True)
         moved[:, tokens] += scale * lengths * vectors.to(h)[:, None]

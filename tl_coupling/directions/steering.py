@@ -392,7 +392,7 @@ def _steered(
     # Both signs of one scale after the other: `[scale sign]` once it is unfolded.
     steps = [scale * sign for scale, sign in product(scales, SIGNS)]
     h = place.stream(directions)[place.position].double()
-    # `[n_vectors n_steps d_model]`
+    # The moved streams have shape `[n_vectors n_steps d_model]`.
     moved = h + h.norm() * torch.einsum(
         "s,nd->nsd", torch.tensor(steps).to(h), vectors.to(h)
     )
@@ -470,7 +470,7 @@ class _Whole(NamedTuple):
             torch.cat([measure(self.log_probabilities(b, step)) for b in batches])
             for step in steps
         ]
-        # Vector by vector, as `Onward` has its rows.
+        # Rows go vector by vector, as those for `Onward` do.
         return torch.stack(step_effects, dim=1).flatten(0, 1)
 
 

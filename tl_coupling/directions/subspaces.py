@@ -387,7 +387,8 @@ def _null(
     draws = []
     for _ in range(n_draws):
         stacked = torch.cat(list(frames(n_frames, torch.eye(d), k, generator)), dim=1)
-        # `F Fᵀ` and `FᵀF` have the same eigenvalues but for zeros: the smaller one.
+        # `F Fᵀ` and `FᵀF` have the same eigenvalues but for zeros: the smaller one is
+        # taken.
         gram = stacked @ stacked.mT if d < stacked.shape[1] else stacked.mT @ stacked
         values = torch.linalg.eigvalsh(gram.double()).flip(0)[:rank] / n_frames
         # Beyond the rank of all frames together eigenvalues are 0.
@@ -413,7 +414,7 @@ def _null_cosines(
 ) -> Float[Tensor, "n_draws rank"]:
     drawn = frames(2 * n_draws, torch.eye(d), rank, generator)
     return torch.stack(
-        # Two by two from one iterator.
+        # The iterator is read in pairs of frames: each first one, and the next.
         [torch.linalg.svdvals(first.mT @ next(drawn)) for first in drawn]
     )
 
@@ -481,7 +482,7 @@ class _Others(NamedTuple):
         # Of a window of neighbours, the mean energy of a random frame in it.
         windows = values.unfold(0, size, 1).mean(1) if size else values
         start = int((windows - shared_energy).abs().argmin()) if size else 0
-        # From the median on, or from as far behind as there is room.
+        # They begin at the median, or before it where too few are left behind it.
         low = min((d - rank) // 2, d - rank - size)
         energies = [
             shared_energy,

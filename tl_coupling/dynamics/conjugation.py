@@ -38,7 +38,7 @@ def rotated(
     vectors = gaussian.tril().to(X.device)
     leading = vectors.diagonal().clone()
     signs = torch.where(leading < 0, -1.0, 1.0).to(X)
-    # Of the same sign as the first entry, so that nothing cancels.
+    # Both terms have the same sign, so that nothing cancels.
     pivots = leading + signs * vectors.norm(dim=0)
     vectors = (vectors / pivots).tril(-1)
     # LAPACK's form of a reflection: `I − τ v vᵀ`, where v begins with 1.
@@ -104,7 +104,7 @@ def largest_eigenvalue(G: Float[Tensor, "d d"], tolerance: float = 1e-4) -> floa
         known = basis[:, : step + 1]
         image = G @ q
         tridiagonal[step, step] = float(q @ image)
-        # Twice, as the first time leaves what rounding brings back.
+        # One pass leaves a share of the basis that rounding brings back: two do not.
         for _ in range(2):
             image = image - known @ (known.mT @ image)
         length = float(image.norm())

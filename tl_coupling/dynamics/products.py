@@ -161,7 +161,7 @@ class Products(Saved):
     def _relative(self) -> Float[Tensor, "n_layers d_model"]:
         """Singular values divided by the largest, which cannot overflow; zeros of zero."""
         relative = self.log_singular_values - self.log_largest[:, None]
-        # Of a zero product −∞ less −∞ is NaN.
+        # Of a zero product −∞ less −∞ is NaN, and its values are 0.
         return relative.exp().nan_to_num(0.0)
 
 
@@ -320,7 +320,7 @@ class _Null:
 
     def draw(self, i: int) -> _Draw:
         """Return the i-th draw: the same whichever thread computes it."""
-        # Of its own for each draw: threads finish in any order.
+        # Each draw has a generator of its own, as threads finish in any order.
         generator = generator_of(self.seed, i)
         layer_values = []
         for gram, log_divisor in conjugated_grams(self.step_values, generator):

@@ -142,7 +142,8 @@ def _fill(
     for last in range(n_layers):
         # The run that begins with this block is nothing so far.
         products[last] = torch.eye(d, device=steps.device)
-        # Side by side, `[d, run · d]`: one product with the block serves all runs.
+        # Runs stand side by side, `[d, run · d]`: one product with the block serves
+        # all.
         earlier_products = rearrange(products[: last + 1], "run d e -> d (run e)")
         if conjugated_values is None:
             longer_products = steps[last] @ earlier_products

@@ -283,7 +283,8 @@ def _draws(
         is_model = models < n_models
         # The first model of a draw stands in the places that are free.
         filled = np.where(is_model, models, models[:, :1])
-        # All models' means over the draw's prompts, then those of its models.
+        # Means over a draw's prompts are taken of all models, and then those of the
+        # draw picked.
         drawn_x = np.take_along_axis(_means(x, counts), filled, 1)
         drawn_y = np.take_along_axis(_means(y, counts), filled, 1)
         is_usable = _is_usable(drawn_x, drawn_y, filled, groups)

@@ -204,7 +204,7 @@ class Question:
     def association(self, models: MeasuredModels) -> Association:
         """Return the line through the models, their rank correlation, and intervals."""
         table, families = add_families(models.table, None)
-        # Numbers of families, as permutations and resamples need them.
+        # Permutations and resamples need families as numbers.
         codes = None if families is None else family_codes(table, families)
         line = linear_fit(table, self.measure, self.score, families=families)
         rank = rank_correlation(
@@ -293,7 +293,7 @@ class Study:
 
         Reasons are in `left_out` in the order in which the steps are taken.
         """
-        # First: partial fits hold fixed what is left of them.
+        # This step is first: partial fits hold fixed the covariates that can be fitted.
         covariates = self.covariates(controls)
         return Generalization(
             measure=self.question.measure,
@@ -416,7 +416,7 @@ class Study:
         families.
         """
         held_fixed = {name: [name] for name in covariates}
-        # All together, beside each alone.
+        # All covariates are held fixed together, too.
         if len(covariates) > 1:
             held_fixed[" + ".join(covariates)] = list(covariates)
         if self.families is not None:
@@ -435,7 +435,7 @@ class Study:
 
     def score_on(self, task: str) -> str:
         """Return the column of the score on a task: its own, if the scores have it."""
-        # The loss is of the prompts of a task anyway.
+        # A loss is that of the task's own prompts, and needs no column.
         scores = self.question.scores
         if isinstance(scores, str) or task not in scores:
             return self.question.score
@@ -478,7 +478,7 @@ class Study:
         x = means.transpose("row", "prompt").values[self.models.table.index]
         # Prompts that no model has are no reason to leave out the others.
         has_any = np.isfinite(x).any(0)
-        # Of what some models have, what all have.
+        # Of the prompts that some model has, those that all have are taken.
         selected = np.flatnonzero(prompts & has_any)
         is_taken = prompts & ~has_any
         is_taken[selected[common_prompts(x[:, selected])]] = True
@@ -505,7 +505,7 @@ class Study:
         """Return the association at each k."""
 
         def answer_at_k(k: int) -> Association:
-            # It is known already, with the same draws.
+            # This one is known already; every k sees the same draws.
             if k == self.question.k:
                 return self.main
             return replace(self.question, k=k).answer()

@@ -86,12 +86,12 @@ def task_means(
         ['sums', 'riddles', 'all prompts']
     """
     survey = per_prompt(data, k, measure)
-    # One stream of draws for all rows, in their order.
+    # One stream of draws serves all rows, in their order.
     rng = np.random.default_rng(seed)
     rows = []
     for place in range(survey.sizes["row"]):
         model_survey = survey.isel(row=place).dropna("prompt", subset=["x"])
-        # A checkpoint that was not measured.
+        # The model was not measured at this checkpoint.
         if not model_survey.sizes["prompt"]:
             continue
         for task, part in [

@@ -46,7 +46,7 @@ def alignment_matrices(
             f"got U of shape {list(spectra.U.shape)} and "
             f"Vh of shape {list(spectra.Vh.shape)}: use `svd(J)`"
         )
-    # Both as columns, whichever side they are of.
+    # Singular vectors are columns here, whichever side they are of.
     top = spectra.top(spectra.k if k is None else k)
     vectors = {"u": top.U, "v": top.Vh.mT}
     first_side, second_side = sides

@@ -56,7 +56,7 @@ def coupling_matrix(
         torch.Size([4, 4])
     """
     _check_that_they_fit(J_1, spectrum_2)
-    # Left and right vectors as rows and as columns: `[k d]` and `[d k]`.
+    # The frame on the left has shape `[k d_model]`, that on the right `[d_model k]`.
     top = spectrum_2.top(k)
     left = top.U.mT
     right = top.Vh.mT

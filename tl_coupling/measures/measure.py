@@ -180,7 +180,7 @@ class Coupling(NormalizedMiscoupling):
         self, values: Float[Tensor, "n_draws ..."]
     ) -> Float[Tensor, "..."]:
         """Return `1 − √(mean m̃²)`."""
-        # It is m̃ that is squared: 1 less the root mean square of 1 less the values.
+        # It is m̃, 1 less coupling, that is squared.
         return 1 - super().root_mean_square(1 - values)
 
     def null_of_any_jacobian(self, k: int) -> Tensor:

@@ -81,7 +81,7 @@ def moments_in_spans(
     total = reduce(A.square(), "... i j -> ...", "sum")
     trace = reduce(A.diagonal(dim1=-2, dim2=-1), "... i -> ...", "sum")
     trace_of_square = reduce(A * A.mT, "... i j -> ...", "sum")
-    # The formulas of `rotation_null`.
+    # `rotation_null` states these formulas.
     if paired:
         diagonal = (trace.square() + trace_of_square + total) / (k + 2)
         entry = _mean_absolute_form(A) if absolute else trace / k

@@ -133,7 +133,7 @@ def mean_random_coupling(k: Count) -> float:
         return 1.0
     off_diagonal = k * (k - 1) / 2
     size = k * k / 2
-    # By logarithms: Γ overflows from 172 on.
+    # Logarithms are subtracted, as Γ itself overflows from 172 on.
     log_ratio = math.lgamma(off_diagonal + 0.5) - math.lgamma(off_diagonal)
     log_ratio += math.lgamma(size) - math.lgamma(size + 0.5)
     return -math.expm1(log_ratio)

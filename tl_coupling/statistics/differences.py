@@ -113,7 +113,7 @@ def _difference(
         else:
             test = stats.ttest_ind(second, first, equal_var=False)
         low, high = test.confidence_interval(LEVEL)
-    # scipy has NaN here; what is the same in every sample differs by 0 for certain.
+    # Without any spread scipy gives NaN, but such samples differ by 0 for certain.
     is_same = (estimate == 0) & _has_no_spread(first, second, is_paired)
     return Difference(
         *means,

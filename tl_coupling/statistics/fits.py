@@ -245,7 +245,7 @@ def _check_independent(
 
 def _r_squared_given(result: Any) -> float:
     """Return the share that x explains of the variance that the controls leave."""
-    # The squared partial correlation of x, from its t.
+    # The squared partial correlation of x follows from its t.
     t_squared = result.tvalues[1] ** 2
     return float(t_squared / (t_squared + result.df_resid))
 
@@ -318,7 +318,7 @@ def _exponential(
     start = (y.mean() or 1.0, 0.0)
     has_one_sign = (y > 0).all() or (y < 0).all()
     if has_one_sign:
-        # Of one sign, `log |y|` is about a line in z.
+        # Where y has one sign, `log |y|` is about a line in z.
         line = stats.linregress(z, np.log(np.abs(y)))
         start = (np.sign(y[0]) * np.exp(line.intercept), line.slope)
     with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
@@ -385,7 +385,7 @@ def covariate_fits(
     rows = []
     for name in covariates:
         complete = complete_rows(table, (x, y, name)).index
-        # Both fits on the models that have all three values.
+        # Both fits are on the models that have all three values.
         models = table[table.index.isin(complete)]
         fit = linear_fit(models, name, y, families=families)
         x_fit = linear_fit(models, x, y, families=families)
@@ -470,7 +470,7 @@ def family_codes(table: pandas.DataFrame, column: str) -> Int[np.ndarray, " n"]:
         columns = ", ".join(map(str, table))
         raise ValueError(f"no column {column!r}; the columns are {columns}")
     values = table[column]
-    # As text without spaces around it: one family is not two for a typing slip.
+    # Names are compared as text without spaces around it, as tables are typed by hand.
     texts = values.astype(str).str.strip().mask(values.isna(), "")
     labels = texts.to_numpy(object)
     places = np.arange(len(table))

@@ -321,7 +321,8 @@ def cluster_robust(
     squares = ((parts @ residuals) ** 2).sum(1)
     products = parts @ parts.transpose(0, 2, 1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        # Σ λ and Σ λ² of a symmetric matrix, without its eigenvalues.
+        # Σ λ is the trace, and Σ λ² the squared Frobenius norm: no eigenvalue is
+        # needed.
         freedom = np.trace(products, axis1=1, axis2=2) ** 2 / (products**2).sum((1, 2))
     return np.sqrt(squares), freedom
 
@@ -425,7 +426,7 @@ def percentile_interval(
     upper = _UPPER
     if n_resampled is not None and n_resampled > 1:
         t = stats.t.ppf(_UPPER, n_resampled - 1)
-        # Φ(t √(n / (n − 1))) in the place of .975.
+        # `Φ(t √(n / (n − 1)))` takes the place of .975.
         upper = stats.norm.cdf(t * np.sqrt(n_resampled / (n_resampled - 1)))
     return np.quantile(draws, [1 - upper, upper], axis=0)
 

@@ -178,7 +178,7 @@ def gradient_prediction(
         # `(I + J)ᵀ` of this block, applied to what comes back from all later ones.
         exact.append(exact[-1] + J.mT @ exact[-1])
     return GradientPrediction(
-        # Depth 0 first again.
+        # Results begin at depth 0, the chain rule at depth L.
         exact=torch.stack(exact[::-1]),
         coupled=coupled_gradient(U, S, last),
         reference_layer=reference,

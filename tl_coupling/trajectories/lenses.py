@@ -91,7 +91,7 @@ def product_lens(
         n_prompts += 1
     if total is None or first is None:
         raise ValueError("`traces` is empty: wanted at least one traced prompt")
-    # By the layer whose output each one maps.
+    # The key is the layer whose output the matrix maps.
     means = dict(enumerate(total / n_prompts))
     metadata = _metadata(first, position, n_prompts, corpus)
     return jacobian_lens(means, n_prompts, metadata)

@@ -270,7 +270,7 @@ def _perturbation_in(
     if "perturbation" not in data.attrs:
         return None
     settings = json.loads(data.attrs["perturbation"])
-    # JSON knows lists only.
+    # JSON has lists, and no tuples.
     settings["scales"] = tuple(settings["scales"])
     return Perturbation(
         **_fields_in(data, Perturbation),
@@ -330,7 +330,7 @@ def entropy_by_depth(
     read_depths = [*depths, trace.n_layers]
     read_entropies = torch.cat(entropies).reshape(len(read_depths), trace.n_pos)
     known = shapes.entropies_by_depth(read_entropies, x[read_depths])
-    # Every depth could be read.
+    # Without a lens every depth can be read.
     if len(known) == len(x):
         return known
     result = known.new_full(x.shape[:2], torch.nan)
