@@ -10,8 +10,7 @@ from tl_coupling.spectra.checks import (
     fitting_k,
 )
 from tl_coupling.spectra.decompositions import flops_of_svd, singular_values, svd
-from tl_coupling.spectra.parallel import background_map, parallel_map
-from tl_coupling.spectra.readings import (
+from tl_coupling.spectra.matrix_readings import (
     InverseSingularValueFit,
     asymmetry,
     effective_rank,
@@ -20,6 +19,7 @@ from tl_coupling.spectra.readings import (
     participation_ratio,
     tail_energy,
 )
+from tl_coupling.spectra.parallel import background_map, parallel_map
 from tl_coupling.spectra.similar_ranks import SimilarRanks
 from tl_coupling.spectra.spectrum import Spectrum
 
