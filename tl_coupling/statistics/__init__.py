@@ -4,12 +4,6 @@ of models.
 
 # ruff: noqa: F401
 from tl_coupling.statistics.attenuation import WANTED, Attenuation, attenuation
-from tl_coupling.statistics.differences import (
-    Difference,
-    holm,
-    paired_difference,
-    unpaired_difference,
-)
 from tl_coupling.statistics.expressions import columns_of, evaluate
 from tl_coupling.statistics.familywise import (
     ALL_MODELS,
@@ -50,6 +44,12 @@ from tl_coupling.statistics.intervals import (
     resamples,
     simultaneous_band,
     t_interval,
+)
+from tl_coupling.statistics.mean_differences import (
+    Difference,
+    holm,
+    paired_difference,
+    unpaired_difference,
 )
 
 __all__ = [
