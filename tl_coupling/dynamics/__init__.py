@@ -3,6 +3,7 @@ each with its coefficients held constant.
 """
 
 # ruff: noqa: F401
+from tl_coupling.dynamics.depth_products import Products, jacobian_products, products
 from tl_coupling.dynamics.eigenvalues import (
     Eigenvalues,
     eigenvalues,
@@ -10,8 +11,7 @@ from tl_coupling.dynamics.eigenvalues import (
     leading_eigenvalues,
 )
 from tl_coupling.dynamics.factored import FactoredProduct, block_product
-from tl_coupling.dynamics.frozen import frozen_bias, frozen_jacobian
-from tl_coupling.dynamics.products import Products, jacobian_products, products
+from tl_coupling.dynamics.frozen_jacobians import frozen_bias, frozen_jacobian
 from tl_coupling.dynamics.runs import ProductMap, product_map
 
 __all__ = [

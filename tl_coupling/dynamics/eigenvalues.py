@@ -12,8 +12,8 @@ from scipy.sparse import linalg as sparse
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
-from tl_coupling.dynamics.checks import usable_jacobians
 from tl_coupling.dynamics.conjugation import generator_of, rotated
+from tl_coupling.dynamics.usable_jacobians import usable_jacobians
 from tl_coupling.jacobians import (
     block_jacobian,
     block_jacobians,

@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.dynamics.checks import check_steps, usable_jacobians
 from tl_coupling.dynamics.conjugation import (
     divided,
     log_largest_singular_value,
     rotated,
 )
+from tl_coupling.dynamics.usable_jacobians import check_steps, usable_jacobians
 from tl_coupling.jacobians import block_jacobians, chosen_layers
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress

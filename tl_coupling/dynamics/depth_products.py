@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Seed, at_least, checked, made_by
-from tl_coupling.dynamics.checks import check_steps, usable_jacobians
 from tl_coupling.dynamics.conjugation import (
     conjugated_grams,
     divided,
@@ -18,6 +17,7 @@ from tl_coupling.dynamics.conjugation import (
     log_largest_singular_value,
 )
 from tl_coupling.dynamics.factored import FactoredProduct, step_matrix
+from tl_coupling.dynamics.usable_jacobians import check_steps, usable_jacobians
 from tl_coupling.jacobians import (
     block_jacobians,
     chosen_layers,

@@ -16,8 +16,8 @@ from tl_coupling.dynamics.conjugation import (
     largest_eigenvalue,
     rotated,
 )
+from tl_coupling.dynamics.depth_products import Products
 from tl_coupling.dynamics.factored import FactoredProduct
-from tl_coupling.dynamics.products import Products
 
 D = 8
 
