@@ -4,7 +4,6 @@ Their shapes, their projections, and how far they are linear.
 """
 # ruff: noqa: F401
 
-from tl_coupling.trajectories.alignment import ResidualAlignment, residual_alignment
 from tl_coupling.trajectories.gradients import (
     GradientPrediction,
     coupled_gradient,
@@ -16,6 +15,10 @@ from tl_coupling.trajectories.predictions import (
     Perturbation,
     linearisation,
     perturbation,
+)
+from tl_coupling.trajectories.residual_alignment import (
+    ResidualAlignment,
+    residual_alignment,
 )
 from tl_coupling.trajectories.result import (
     TrajectoryResult,
