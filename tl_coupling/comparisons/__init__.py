@@ -9,10 +9,10 @@ from tl_coupling.comparisons.across_prompts import (
 from tl_coupling.comparisons.carrying import Carriers, Share, carriers
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
-from tl_coupling.comparisons.frozen import FrozenCoupling, frozen_coupling
+from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
+from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling
 from tl_coupling.comparisons.maps import CouplingMap
-from tl_coupling.comparisons.matrices import jacobian_coupling
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.comparisons.one_model import DifferentPrompts, check_one_model
 from tl_coupling.comparisons.pairs import (

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.comparisons.nulls import sums_of_draws
+from tl_coupling.comparisons.null_means import sums_of_draws
 from tl_coupling.comparisons.pairs import decomposed_layers
 from tl_coupling.gradients import Components
 from tl_coupling.jacobians import JacobianOptions, MemoryLimit, components_and_path

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
-from tl_coupling.comparisons.nulls import (
+from tl_coupling.comparisons.null_means import (
     draws_in_space,
     draws_in_spans,
     draws_needed,
