@@ -301,7 +301,7 @@ def config_of(path: Path, architecture: str, settings: dict[str, Any]) -> Any:
     writer.write_tensors_to_file()
     writer.close()
     fields, _ = PretrainedConfig.get_config_dict(path.parent, gguf_file=path.name)
-    contents = GgufContents.of(str(path), path)
+    contents = GgufContents.from_file(str(path), path)
     return CompletedConfig(contents, fields).config()
 
 

@@ -23,7 +23,7 @@ def module_with(weight: torch.Tensor, folder: Path) -> nn.Module:
     save_file({"weight": weight}, file)
     module = nn.Module()
     module.weight = StoredParameter.like(nn.Parameter(weight), CPU)
-    module.weight.place = Stored(str(file), "weight", FileState.of(file))
+    module.weight.place = Stored(str(file), "weight", FileState.from_path(file))
     return module
 
 

@@ -40,6 +40,7 @@ def adapter_beside(
             f"adapter ({adapter}) changes them: merge it (`merge_and_unload` of peft), "
             'save that, and load what was saved, or leave `memory="stream"` out'
         )
+    # Without peft transformers would load the base model and say nothing.
     needs_package(f"the adapter of {name!r} ({adapter})", "peft")
     return adapter
 
@@ -49,9 +50,9 @@ def refuse_lone_adapter(name: str, source: str) -> None:
     folder = Path(source)
     if (folder / _CONFIG).is_file() and not (folder / "config.json").is_file():
         base = _fields(folder / _CONFIG).get("base_model_name_or_path")
-        of_base = f" of {base!r}" if base else ""
+        base_name = f" of {base!r}" if base else ""
         raise ModelError(
-            f"{name!r} is an adapter{of_base} alone ({_described(folder / _CONFIG)}): "
+            f"{name!r} is an adapter{base_name} alone ({_described(folder / _CONFIG)}): "
             "merge it into its base model (`merge_and_unload` of peft), save that, and "
             "load what was saved"
         )
@@ -69,6 +70,7 @@ def _config_file(source: str, revision: str | None) -> Path | None:
             source,
             _CONFIG,
             revision=revision,
+            # Most models have no adapter: its absence is an answer and no error.
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )

@@ -17,7 +17,7 @@ from tl_coupling.models.gguf_files import GgufModel
 from tl_coupling.models.load_request import LoadRequest
 from tl_coupling.models.loaded import kind_of_config, reads_pixels
 from tl_coupling.models.streaming import hollow_cuts, hollow_model
-from tl_coupling.models.tokenization import lacks_tokenizer, without_words
+from tl_coupling.models.tokenization import lacks_tokenizer, wordless_tokenizer
 from tl_coupling.models.untrained import fresh_model
 
 
@@ -40,6 +40,7 @@ def load_bridge(request: LoadRequest, source: str, device: torch.device) -> nn.M
     facts_of(bridge).loaded_as = loading.loaded_as
     if request.is_streamed:
         _check_dtype_of_streamed(bridge, request.dtype)
+        # What the bridge cut on its way was cut from stand-ins, which hold NaN.
         hollow_cuts(bridge)
     return bridge
 
@@ -57,14 +58,14 @@ class _BridgeLoading:
         self._device = device
         # How a checkpoint is quantised that was read; empty for one that is not.
         self._quantization: LoadedAs = {}
-        self._of_weights: LoadedAs = {}
+        self._weight_facts: LoadedAs = {}
         # A HuggingFace model that is there already, and its tokenizer.
         self._ready: dict[str, Any] = {}
 
     @property
     def loaded_as(self) -> LoadedAs:
         """The provenance of its weights."""
-        return {**self._quantization, **self._of_weights}
+        return {**self._quantization, **self._weight_facts}
 
     def bridge(self) -> nn.Module:
         """Build the bridge."""
@@ -72,9 +73,10 @@ class _BridgeLoading:
             self._open_gguf(GgufModel(self._source))
         elif lacks_tokenizer(self._source):
             # TransformerLens would fail to make one.
-            self._ready = {"tokenizer": without_words()}
+            self._ready = {"tokenizer": wordless_tokenizer()}
         try:
             bridge = self._boot()
+        # Of a bridge that took fused matrices apart which are packed; see below.
         except (NotImplementedError, RuntimeError):
             if not self._quantization:
                 raise
@@ -90,6 +92,7 @@ class _BridgeLoading:
 
         return TransformerBridge.boot_transformers(
             self._source,
+            # Asked for `from_pretrained` alone, in place of HuggingFace's class.
             model_class=cast(Any, self),
             **self._request.boot_options(self._device),
             **self._ready,
@@ -109,15 +112,15 @@ class _BridgeLoading:
                     attention="eager",
                 )
             )
-            self._of_weights.update(number_of_weights(hf_model))
+            self._weight_facts.update(number_of_weights(hf_model))
         else:
             file.convert(needs_folder=self._request.is_streamed)
-            self._of_weights.update(quantized.described(None, "gguf"))
+            self._weight_facts.update(quantized.described(None, "gguf"))
             if file.loaded is None:
                 self._source = str(file.folder)
                 return
-            self._of_weights.update(file.loaded.facts)
-            hf_model = _in_dtype(file.loaded.model, dtype)
+            self._weight_facts.update(file.loaded.facts)
+            hf_model = _cast_parameters(file.loaded.model, dtype)
         self._ready = {
             "hf_model": hf_model.to(self._device),
             "tokenizer": file.tokenizer,
@@ -141,19 +144,19 @@ class _BridgeLoading:
             attention = options.get("attn_implementation")
             trusted = self._request.trust_remote_code
             untrained = fresh_model(auto, config, torch_dtype, trusted, attention)
-            self._of_weights.update(number_of_weights(untrained))
+            self._weight_facts.update(number_of_weights(untrained))
             return untrained
         adapter = adapter_beside(
             name, source, options.get("revision"), self._request.is_streamed
         )
         if adapter is not None:
-            self._of_weights["adapter"] = adapter
+            self._weight_facts["adapter"] = adapter
         options["config"] = config
         options["dtype"] = torch_dtype
         if self._request.is_streamed:
             quantized.refuse_streaming(name, quantized.how_saved(config))
             hollow = hollow_model(name, auto, source, self._device, **options)
-            self._of_weights.update(hollow.facts)
+            self._weight_facts.update(hollow.facts)
             return hollow.model
         return self._resident(auto, source, config, options)
 
@@ -165,11 +168,13 @@ class _BridgeLoading:
         options |= quantized.loading_options(
             request.name, config, request.quantization, self._device, options["dtype"]
         )
+        # Filled in the first time, when the bridge could not take the packed weights
+        # apart.
         is_second_time = bool(self._quantization)
         saved_as = quantized.how_saved(config)
         self._quantization = quantized.described(request.quantization, saved_as)
         loaded = load_whole(request.name, auto.from_pretrained, source, **options)
-        self._of_weights.update(loaded.facts)
+        self._weight_facts.update(loaded.facts)
         if is_second_time:
             return quantized.unpacked(loaded.model)
         return quantized.packed_as_loaded(loaded.model)
@@ -183,7 +188,7 @@ def _check_dtype_of_streamed(bridge: nn.Module, dtype: torch.dtype) -> None:
         )
 
 
-def _in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return the model with its weights in `dtype`, as HuggingFace loads them: buffers
     keep theirs.
     """

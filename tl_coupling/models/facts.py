@@ -68,6 +68,8 @@ class ModelFacts:
     output_length: int | None = None
 
 
+# Beside the models and not on them: an attribute of a module would be copied and saved
+# with it. Facts go when their model goes.
 _FACTS: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
 
 

@@ -133,7 +133,7 @@ class GgufContents:
     tensors: Mapping[str, Any]
 
     @classmethod
-    def of(cls, name: str, path: Path) -> "GgufContents":
+    def from_file(cls, name: str, path: Path) -> "GgufContents":
         """Read a file.
 
         Raises:
@@ -168,11 +168,11 @@ class GgufContents:
         numbers = dequantize(stored.data, stored.tensor_type)
         return numbers.astype(np.float64).ravel().tolist()
 
-    def refuse(self, what: Iterable[str]) -> None:
+    def refuse(self, unplaced: Iterable[str]) -> None:
         """Raise ModelError on parts of the file that the model would lack; none is
         fine.
         """
-        parts = sorted(what)
+        parts = sorted(unplaced)
         if not parts:
             return
         named = ", ".join(parts[:_N_NAMED])
@@ -226,6 +226,7 @@ class CompletedConfig:
         unplaced = []
         for key in self.contents.keys:
             setting = key.removeprefix(f"{self.contents.architecture}.")
+            # Not a key of the architecture.
             if setting == key:
                 if not key.startswith(tuple(_HARMLESS_BEGINNINGS)):
                     unplaced.append(key)
@@ -241,6 +242,8 @@ class CompletedConfig:
             if rotation:
                 self._refuse_rotation()
             raise
+        # transformers may read the rotation in another way than it was told: what it
+        # made of it is compared with the file.
         self._check_rotation(config, rotation)
         return config
 
@@ -333,6 +336,8 @@ class CompletedConfig:
         if self._has("attention_multiplier"):
             self.fields["attention_multiplier"] = scale
             return True
+        # No field for it: fine if it is the usual 1/√width, up to the rounding of 32
+        # bits.
         return math.isclose(scale * math.sqrt(self._head_width), 1, rel_tol=1e-5)
 
     def _place_window(self, window: Any) -> bool:
@@ -353,6 +358,7 @@ class CompletedConfig:
             return False
         if isinstance(pattern, int):
             n_layers = int(self.contents.settings["block_count"])
+            # Every layer slides but each `pattern`-th, counted from 1.
             pattern = [bool((layer + 1) % pattern) for layer in range(n_layers)]
         self.fields["layer_types"] = [
             "sliding_attention" if is_local else "full_attention"
@@ -426,11 +432,11 @@ class CompletedConfig:
         )
         long = self.contents.numbers(_LONG)
         short = self.contents.numbers(_SHORT)
-        of_pairs = self.contents.numbers(_ROPE_FREQS)
-        if of_pairs is not None and self.contents.architecture == "gemma4":
+        pair_factors = self.contents.numbers(_ROPE_FREQS)
+        if pair_factors is not None and self.contents.architecture == "gemma4":
             # Compared with what the configuration says by itself.
-            of_pairs = None
-        if long is not None and short is not None and of_pairs is None:
+            pair_factors = None
+        if long is not None and short is not None and pair_factors is None:
             self._refuse_rotation_but_for("type", "original_context_length")
             self.fields["original_max_position_embeddings"] = n_trained
             return {
@@ -440,7 +446,7 @@ class CompletedConfig:
                 "attention_factor": attention,
                 "original_max_position_embeddings": n_trained,
             }
-        if kind == "yarn" and factor != 1 and of_pairs is None:
+        if kind == "yarn" and factor != 1 and pair_factors is None:
             self._refuse_rotation_but_for(
                 "type", "factor", "original_context_length",
                 "yarn_beta_fast", "yarn_beta_slow",
@@ -449,11 +455,14 @@ class CompletedConfig:
                 "rope_type": "yarn",
                 "factor": factor,
                 "original_max_position_embeddings": n_trained,
+                # Where the file is silent: the defaults of llama.cpp, as of the paper.
                 "beta_fast": settings.get("rope.scaling.yarn_beta_fast", 32.0),
                 "beta_slow": settings.get("rope.scaling.yarn_beta_slow", 1.0),
+                # YaRN's temperature of attention, 0.1 ln s + 1 (Peng et al. 2023), which
+                # llama.cpp applies beside a factor of the file.
                 "attention_factor": attention * (1 + 0.1 * math.log(factor)),
             }
-        if kind not in ("linear", "none", "yarn") or (kind == "yarn" and of_pairs):
+        if kind not in ("linear", "none", "yarn") or (kind == "yarn" and pair_factors):
             self._refuse_rotation()
         if attention != 1:
             self._refuse_rotation()
@@ -461,12 +470,13 @@ class CompletedConfig:
             "type", "factor", "original_context_length",
             "yarn_beta_fast", "yarn_beta_slow",
         )  # fmt: skip
+        # A factor may be left over from where scaling was turned off.
         if kind == "none":
             factor = 1.0
-        if of_pairs is not None:
+        if pair_factors is not None:
             if self._is_layered or not self._has("rope_parameters"):
                 self._refuse_rotation()
-            factors = [factor * of_pair for of_pair in of_pairs]
+            factors = [factor * pair_factor for pair_factor in pair_factors]
             return {
                 "rope_type": "longrope",
                 "long_factor": factors,
@@ -498,15 +508,18 @@ class CompletedConfig:
             and value not in _SAYS_NOTHING.get(setting, ())
         )
 
-    def _check_rotation(self, config: Any, wanted: dict[str, Any] | None) -> None:
+    def _check_rotation(
+        self, config: Any, expected_rotation: dict[str, Any] | None
+    ) -> None:
         """Raise ModelError where the configuration rotates by other angles than the
         file.
         """
         parameters = getattr(config, "rope_parameters", None)
         if parameters is None:
-            if wanted or _ROPE_FREQS in self.contents.tensors:
+            if expected_rotation or _ROPE_FREQS in self.contents.tensors:
                 self._refuse_rotation()
             return
+        # Layered models keep one set of parameters for each kind of layer.
         local = parameters.get("sliding_attention", parameters)
         parameters = parameters.get("full_attention", parameters)
         for setting, angles in (
@@ -516,9 +529,13 @@ class CompletedConfig:
             base = self.contents.settings.get(setting)
             if base is not None and angles.get("rope_theta") != base:
                 self.contents.refuse_setting(setting)
-        if wanted:
-            is_told = all(parameters.get(part) == wanted[part] for part in wanted)
-            n_pairs = len(wanted.get("short_factor", ()))
+        if expected_rotation:
+            is_told = all(
+                parameters.get(part) == expected_rotation[part]
+                for part in expected_rotation
+            )
+            # LongRoPE has one factor for each pair of rotated entries.
+            n_pairs = len(expected_rotation.get("short_factor", ()))
             width = self.contents.settings.get("rope.dimension_count")
             if not is_told or n_pairs not in (0, (width or self._head_width) // 2):
                 self._refuse_rotation()
@@ -538,6 +555,7 @@ class CompletedConfig:
         angles, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
             config, layer_type="full_attention"
         )
+        # Angles are θ^(−i/n) for pair i of n, divided by the pair's factor.
         exponents = np.arange(len(factors)) / len(factors)
         expected = parameters["rope_theta"] ** -exponents / np.asarray(factors)
         if len(angles) != len(factors) or not np.allclose(angles, expected, rtol=1e-4):
@@ -617,10 +635,14 @@ def _consumed(contents: GgufContents) -> set[str]:
     make_config = _recent_architectures().get(contents.architecture)
     if make_config is not None:
         own = f"{contents.architecture}."
-        known = {own + setting: value for setting, value in contents.settings.items()}
-        asked = _Asked(known | {"tokenizer.ggml.tokens": 1})
-        make_config(asked, tuple(contents.tensors))
-        return {key.removeprefix(own) for key in asked.keys_asked_for}
+        named_settings = {
+            own + setting: value for setting, value in contents.settings.items()
+        }
+        # The function that makes the configuration is called on a dictionary that notes
+        # which keys it looks up.
+        recorder = _Asked(named_settings | {"tokenizer.ggml.tokens": 1})
+        make_config(recorder, tuple(contents.tensors))
+        return {key.removeprefix(own) for key in recorder.keys_asked_for}
     mappings: Any = legacy.GGUF_TO_TRANSFORMERS_MAPPING["config"]
     # As transformers looks for it.
     renamed = contents.architecture.replace("moe", "_moe").replace("-", "_")

@@ -32,7 +32,7 @@ from tl_coupling.models.gguf_contents import (
     check_tensors,
 )
 from tl_coupling.models.loaded import version
-from tl_coupling.models.quantized import needs_package, without_quantization
+from tl_coupling.models.quantized import drop_quantization, needs_package
 from tl_coupling.progress import with_progress
 
 # The numbers of types of values in a GGUF file.
@@ -66,6 +66,7 @@ class GgufModel:
                 "or folder"
             )
         needs_package(repr(name), "gguf")
+        # What transformers reads of a file changes with its version.
         made_by = f"transformers-{version('transformers')}-{_READING}"
         self.folder: Path | None = (
             cache_root() / f"gguf-{_checksum(self.path)}-{made_by}-float32"
@@ -103,6 +104,7 @@ class GgufModel:
         try:
             write_copy(folder, self._save)
         except Exception as error:
+            # Too little memory is no fault of the cache, nor of the file.
             if isinstance(error, MemoryError):
                 raise
             # The writer of safetensors has errors of its own for a full disk.
@@ -151,7 +153,7 @@ class GgufModel:
         """Raise ModelError on a depth that nobody builds, and on layers beyond it,
         which transformers leaves out.
         """
-        self.contents = GgufContents.of(self.name, self.path)
+        self.contents = GgufContents.from_file(self.name, self.path)
         n_layers = self.contents.settings.get("block_count")
         if n_layers is None:
             return
@@ -200,6 +202,8 @@ class GgufModel:
         model: Any = self.loaded.model
         state = model.state_dict()
         for key in self.loaded.missing_of_head:
+            # Random numbers are not kept as if they were the file's: the copy lacks
+            # them too.
             state.pop(key, None)
         model.save_pretrained(folder, state_dict=state)
         self.tokenizer.save_pretrained(folder)
@@ -232,7 +236,7 @@ def _plain(model: Any) -> nn.Module:
 
     It would refuse to, although its weights are plain float32 by now.
     """
-    model.config = without_quantization(model.config)
+    model.config = drop_quantization(model.config)
     model.config.architectures = [type(model).__name__]
     vars(model).pop("hf_quantizer", None)
     return model
@@ -262,6 +266,7 @@ def _parsed_once() -> Iterator[None]:
     parse = cache(load)
 
     def load_once(path: Any, return_tensors: bool = False, **options: Any) -> Any:
+        # Tensors are large, and asked for once: they are not kept.
         if return_tensors:
             return load(path, return_tensors=True, **options)
         # Whoever asks may change what it gets.

@@ -76,8 +76,8 @@ def _name_branch(options: BootOptions, name: str, official: str) -> None:
         return
     published, _ = get_checkpoint_labels(official)
     if step not in published:
-        by_distance = sorted(published, key=lambda label: abs(label - step))
-        nearest = sorted(by_distance[:_N_NEAREST])
+        nearest_first = sorted(published, key=lambda label: abs(label - step))
+        nearest = sorted(nearest_first[:_N_NEAREST])
         raise ModelError(
             f"{name!r} has no checkpoint {step}; the nearest are {nearest}"
         )

@@ -42,6 +42,7 @@ def prepared_image(model: Any, image: object) -> PreparedImage:
             f"got {described_type(image)}"
         )
     config = config_of(model)
+    # PIL's names for grey and for colour.
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
     picture = picture_in(mode, image)
     loaded_as = facts_of(model).loaded_as
@@ -66,6 +67,7 @@ def image_provenance(
     """Return a prepared image, and the provenance of a trace that is run on it."""
     prepared = prepared_image(model, image)
     pixels = prepared.pixels
+    # In float32: pixels that were given in another dtype have the same checksum.
     content = pixels.float().contiguous().numpy().tobytes()
     facts: dict[str, object] = {}
     if isinstance(image, str | os.PathLike):
@@ -106,6 +108,7 @@ def _image_processor(
 ) -> Any:
     from transformers import AutoImageProcessor
 
+    # A training step is no branch; its processor is that of the main one.
     revision = {"revision": checkpoint} if isinstance(checkpoint, str) else {}
     try:
         # Always passed: without it HuggingFace asks on the terminal.

@@ -119,6 +119,7 @@ class TokenIds:
 
     def options_of_call(self, model: nn.Module, /) -> dict[str, bool]:
         """Return the keyword arguments with which the model is called."""
+        # A cache of keys and values would be filled and never read.
         return {"use_cache": False} if is_bridge(model) else {}
 
     def str_tokens(self, model: nn.Module, _n_pos: int, /) -> tuple[str, ...]:
@@ -188,6 +189,7 @@ class Pixels:
         patch; positions where the size of patches is not known.
         """
         rows, columns = self.provenance["patch_grid"] or (0, 0)
+        # Beside the patches and the class token; −1 for a model without one.
         n_extra = n_pos - rows * columns - 1
         if not rows or n_extra < -1:
             return tuple(map(str, range(n_pos)))
@@ -232,7 +234,7 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
         ValueError: what is no image, an empty prompt, or one longer than the context.
     """
     if isinstance(prompt, Mapping):
-        prompt = _of_batch(model, prompt)
+        prompt = _unpack_batch(model, prompt)
     if reads_pixels(model):
         image, provenance = image_provenance(model, prompt)
         return Pixels(image.pixels, provenance, image.remarks)
@@ -249,22 +251,22 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     return TokenIds(tokens.ids[None], provenance, tokens.remarks)
 
 
-def _of_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
+def _unpack_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """Return the token ids or the pixels of what a tokenizer or processor returns.
 
     Raises:
         ValueError: it has neither, tokens that are padding, or those of a second
             segment, which the model would not be told of.
     """
-    wanted = "pixel_values" if reads_pixels(model) else "input_ids"
-    if wanted not in batch:
+    input_name = "pixel_values" if reads_pixels(model) else "input_ids"
+    if input_name not in batch:
         raise ValueError(
-            f"`prompt` must hold {wanted!r}, as a tokenizer or processor returns it for "
+            f"`prompt` must hold {input_name!r}, as a tokenizer or processor returns it for "
             f"this model; got {sorted(map(str, batch))}"
         )
-    names = (wanted, "attention_mask", "token_type_ids")
+    names = (input_name, "attention_mask", "token_type_ids")
     try:
-        given = {
+        tensors = {
             name: torch.as_tensor(batch[name])
             for name in names
             if batch.get(name) is not None
@@ -275,16 +277,16 @@ def _of_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
             "one text at a time"
         ) from None
     if reads_pixels(model):
-        return given[wanted]
-    if not bool(given.get("attention_mask", torch.ones(1)).all()):
+        return tensors[input_name]
+    if not bool(tensors.get("attention_mask", torch.ones(1)).all()):
         raise ValueError(
             "`prompt` must be unpadded: its attention mask leaves tokens out; tokenize "
             "one text at a time, without padding"
         )
-    if bool(given.get("token_type_ids", torch.zeros(1)).any()):
+    if bool(tensors.get("token_type_ids", torch.zeros(1)).any()):
         raise ValueError(
             "`prompt` must be one segment: its `token_type_ids` say that there are two, "
             "which the model would not be told of; give its token ids to have them read "
             "as one"
         )
-    return given[wanted]
+    return tensors[input_name]

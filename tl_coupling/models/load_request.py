@@ -70,13 +70,13 @@ class LoadRequest:
             options["revision"] = self.checkpoint
         return options
 
-    def loaded_as(self, of_weights: LoadedAs) -> LoadedAs:
+    def loaded_as(self, weight_facts: LoadedAs) -> LoadedAs:
         """Return the provenance of the model, with that of its weights."""
         loaded_as: LoadedAs = {
             "model": self.label or self.name,
             "checkpoint": self.checkpoint,
             "untrained": self.untrained,
-            **of_weights,
+            **weight_facts,
         }
         if self.untrained:
             loaded_as["seed"] = UNTRAINED_SEED

@@ -208,8 +208,10 @@ def weights_digest(model: nn.Module) -> str | None:
     for parameter in model.parameters():
         if parameter.is_meta:
             return None
+        # Evenly spaced, so that every part of a weight has its say.
         strides = (max(1, size // _N_SAMPLED) for size in parameter.shape)
         sampled = tuple(slice(None, None, stride) for stride in strides)
+        # float32 holds float16 and bfloat16 exactly: the digest is that of the numbers.
         sample = parameter.detach()[sampled].float().cpu()
         if bool(sample.isnan().any()):
             return None
@@ -246,6 +248,8 @@ def _weight_processing(model: nn.Module, residual: Tensor) -> list[str]:
     """Return which of TransformerLens' weight processings were applied."""
     applied = []
     normalization = str(getattr(model.cfg, "normalization_type", ""))
+    # LNPre and RMSPre: the norm without its weights, which were folded into the next
+    # layer.
     if normalization.endswith("Pre") and not is_bridge(model):
         applied.append("fold_ln")
     if getattr(model, "compatibility_mode", False):
@@ -266,6 +270,7 @@ def _weight_processing(model: nn.Module, residual: Tensor) -> list[str]:
 
 
 def _is_centred(rows: Tensor, tolerance: float) -> bool:
+    # Half precision would round the mean itself.
     rows = rows.detach().float()
     return bool((rows.mean(-1).abs() <= tolerance * rows.abs().mean(-1)).all())
 

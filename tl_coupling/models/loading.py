@@ -121,12 +121,14 @@ def load_model(
         trust_remote_code=trust_remote_code,
         label=label,
     )
+    # Before anything is read: wishes that exclude each other cost no download.
     request.check()
     try:
         model = _loaded(request, present_device(device))
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        # torch's allocator for the CPU says so in a RuntimeError.
         if "can't allocate memory" in one_line(error):
             raise
         described = repr(name)
@@ -180,6 +182,7 @@ def empty_model(name: str) -> nn.Module:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         architecture = transformers.determine_architecture_from_hf_config(config)
         auto: Any = transformers.get_hf_model_class_for_architecture(architecture)
+        # Shapes without memory.
         with torch.device("meta"):
             return auto.from_config(config)
     except ModelError:

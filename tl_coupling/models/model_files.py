@@ -34,7 +34,7 @@ class FileState(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: AnyPath) -> "FileState":
+    def from_path(cls, path: AnyPath) -> "FileState":
         """Return the state of a file, or of what a link leads to."""
         status = os.stat(path)
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
@@ -50,23 +50,24 @@ def model_files(source: AnyPath) -> dict[str, Path]:
     folder = Path(source)
     if not folder.is_dir():
         return {folder.name: folder}
+    # Where a folder has both, transformers reads safetensors.
     weights = _SAFETENSORS if any(folder.glob("*.safetensors")) else _PICKLES
     paths = {path for pattern in (*weights, *_READ) for path in folder.glob(pattern)}
     return {path.name: path for path in sorted(paths) if path.is_file()}
 
 
 def described_files(
-    source: AnyPath, known: dict[str, list[str | int]] | None = None
+    source: AnyPath, known_files: dict[str, list[str | int]] | None = None
 ) -> dict[str, list[str | int]]:
     """Return the SHA-256 and the state of each file of a local model, JSON-able.
 
     Cost: every file is read, unless it is in a state that this process has read or that
-    is `known`.
+    is `known_files`.
     """
     described: dict[str, list[str | int]] = {}
     for name, path in model_files(source).items():
-        state = FileState.of(path)
-        earlier = (known or {}).get(name)
+        state = FileState.from_path(path)
+        earlier = (known_files or {}).get(name)
         if earlier and earlier[1:] == list(state):
             described[name] = earlier
         else:
@@ -82,13 +83,14 @@ def changed_file(source: AnyPath, described: dict[str, list[str | int]]) -> str 
     state are read.
     """
     files = model_files(source)
+    # Known from names alone, before any file is read.
     new_or_gone = sorted(files.keys() ^ described.keys())
     if new_or_gone:
         return new_or_gone[0]
     for name, (digest, *state) in described.items():
         path = files[name]
         try:
-            current = FileState.of(path)
+            current = FileState.from_path(path)
             is_as_described = list(current) == state or _sha256(path, current) == digest
         except FileNotFoundError:
             return name

@@ -39,7 +39,7 @@ def picture_in(mode: str, source: str | os.PathLike[str] | Image.Image) -> Pictu
             that cannot be decoded, or grey values whose scale is not known.
     """
     if isinstance(source, Image.Image):
-        return _in_mode(mode, source, "the image")
+        return _convert(mode, source, "the image")
     name = repr(os.fspath(source))
     try:
         # Opened here, because PIL leaves files open that it refuses.
@@ -50,13 +50,14 @@ def picture_in(mode: str, source: str | os.PathLike[str] | Image.Image) -> Pictu
             f"this model reads images, and {name} is not an image file ({_one_line(error)})"
         ) from None
     with file:
-        return _in_mode(mode, _opened(file, name), name)
+        return _convert(mode, _opened(file, name), name)
 
 
 def _opened(file: BinaryIO, name: str) -> Image.Image:
     """Open the picture in a file, not decoded yet."""
     try:
         with warnings.catch_warnings():
+            # PIL only warns of pictures that are up to twice its own limit.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             return Image.open(file)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
@@ -73,7 +74,7 @@ def _opened(file: BinaryIO, name: str) -> Image.Image:
         ) from None
 
 
-def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
+def _convert(mode: str, image: Image.Image, name: str) -> Picture:
     """Return a picture upright and in a mode; the name is for errors."""
     _check_size(image, name)
     n_frames = getattr(image, "n_frames", 1)
@@ -85,7 +86,7 @@ def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
             f"the image has {n_frames} frames: frame {frame} is measured, counted from 0"
         )
     if upright.mode.startswith("I") or upright.mode == "F":
-        upright, scaling = _in_8_bits(upright, name)
+        upright, scaling = _scale_to_8_bits(upright, name)
         remarks += scaling
     elif upright.mode not in _USUAL_MODES:
         remarks.append(
@@ -93,6 +94,7 @@ def _in_mode(mode: str, image: Image.Image, name: str) -> Picture:
             "approximate"
         )
     try:
+        # Palettes may be transparent too: only in RGBA is there a channel to look at.
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")
             least_opaque = int(np.asarray(upright.getchannel("A")).min())
@@ -137,7 +139,7 @@ def _check_size(image: Image.Image, name: str) -> None:
         )
 
 
-def _in_8_bits(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
+def _scale_to_8_bits(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
     """Scale a picture of greys in 16 bits, whole numbers or floating point, which PIL
     would cut off at 255; return it, and a remark if it was scaled.
 
@@ -158,6 +160,7 @@ def _in_8_bits(image: Image.Image, name: str) -> tuple[Image.Image, list[str]]:
     elif image.mode in ("I", "F") and brightest <= 255:
         remarks = []
     else:
+        # 65,535 / 255: white stays white.
         values = values / 257
         remarks = ["the image is grey in 16 bits: scaled to 8 bits"]
     return Image.fromarray(values.round().astype(np.uint8)), remarks

@@ -45,6 +45,8 @@ def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
     weight = part.weight
     state = getattr(weight, "quant_state", None)
     if state is None:
+        # bitsandbytes moves the scales from the weight to the layer's state when it is
+        # first run.
         scales = part.state.SCB if weight.SCB is None else weight.SCB
         return weight.data * (scales[:, None] / 127)
     if getattr(state, "packing_format_for_cpu", False):
@@ -69,6 +71,7 @@ def _scales(state: Any) -> Float[Tensor, " n_blocks"]:
         return state.absmax
     inner = state.state2
     values = inner.code.index_select(0, state.absmax.flatten().int())
+    # Nested (double) quantisation: scales less their mean, in 8 bits.
     return _scaled(values, inner.absmax, inner.blocksize).add_(state.offset)
 
 
@@ -80,6 +83,7 @@ def _scaled(
     """
     n_whole = len(values) // size
     values[: n_whole * size].view(-1, size).mul_(scales[:n_whole, None])
+    # The sum is the one scale of a last, shorter block, or 0 where there is none.
     values[n_whole * size :].mul_(scales[n_whole:].sum())
     return values
 
@@ -125,17 +129,17 @@ def how_saved(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def described(on_loading: Quantization | None, saved_as: str | None) -> LoadedAs:
+def described(quantization: Quantization | None, saved_as: str | None) -> LoadedAs:
     """Return the provenance of weights that are quantised on loading, or were when they
     were saved; nothing for others.
     """
-    if on_loading is None and saved_as is None:
+    if quantization is None and saved_as is None:
         return {}
     quantized = "as saved"
-    if on_loading is not None:
+    if quantization is not None:
         quantized = f"on loading, by bitsandbytes {version('bitsandbytes')}"
     return {
-        "quantization": on_loading or str(saved_as),
+        "quantization": quantization or str(saved_as),
         "quantized": quantized,
         "weights": "dequantised on loading",
     }
@@ -182,7 +186,10 @@ def loading_options(
         )
     if quantization:
         needs_package(f'`quantization="{quantization}"`', "bitsandbytes")
-        return {**place, "quantization_config": _on_loading(quantization, dtype)}
+        return {
+            **place,
+            "quantization_config": _bitsandbytes_config(quantization, dtype),
+        }
     if saved_as is None:
         return {}
     if saved_as in ("nf4", "fp4", "int8"):
@@ -191,7 +198,7 @@ def loading_options(
     return {**place, "quantization_config": _dequantising_config(name, saved_as)}
 
 
-def _on_loading(quantization: Quantization, dtype: torch.dtype) -> Any:
+def _bitsandbytes_config(quantization: Quantization, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     if quantization == "int8":
@@ -206,6 +213,8 @@ def _dequantising_config(name: str, saved_as: str) -> Any:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved_as)
+    # Methods whose configuration has this switch are those that transformers can
+    # dequantise.
     if kind is None or "dequantize" not in inspect.signature(kind).parameters:
         raise ModelError(
             f"{name!r} is quantised with {saved_as}, which transformers does not "
@@ -238,7 +247,7 @@ def unpacked(model: Any) -> nn.Module:
     """Return the same HuggingFace model with dequantised weights, for bridges that take
     fused matrices apart.
     """
-    config = without_quantization(model.config)
+    config = drop_quantization(model.config)
     plain = type(model)._from_config(
         config, dtype=model.dtype, attn_implementation=config._attn_implementation
     )
@@ -252,11 +261,12 @@ def unpacked(model: Any) -> nn.Module:
             if not issubclass(getattr(part, "source_cls", nn.Linear), nn.Linear):
                 weight = weight.mT
             state[f"{name}.weight"] = weight
+    # The packed model's state has scales and tables besides.
     plain.load_state_dict({name: state[name] for name in plain.state_dict()})
     return plain.to(model.device)
 
 
-def without_quantization(config: Any) -> Any:
+def drop_quantization(config: Any) -> Any:
     """Return a copy of a HuggingFace configuration that says nothing of
     quantisation.
     """

@@ -79,6 +79,7 @@ def nothing_installed(name: str) -> Iterator[None]:
     refused = []
 
     def check_call(command: Any, *args: Any, **kwargs: Any) -> int:
+        # Other calls go through: this is everybody's subprocess.
         if isinstance(command, list) and {"pip", "install"} <= set(command):
             refused.append(command)
             raise PermissionError("tl_coupling installs nothing")

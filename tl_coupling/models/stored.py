@@ -30,13 +30,14 @@ class Stored(NamedTuple):
         Raises:
             ModelError: the file changed before the context was left.
         """
+        # Before and after: a file that changed while it was read is of neither model.
         self._check()
         yield
         self._check()
 
     def _check(self) -> None:
         try:
-            has_changed = FileState.of(self.file) != self.state
+            has_changed = FileState.from_path(self.file) != self.state
         except FileNotFoundError:
             has_changed = True
         if has_changed:
@@ -79,11 +80,13 @@ class StoredParameter(nn.Parameter):
     def like(cls, parameter: nn.Parameter, device: torch.device) -> "StoredParameter":
         """Make one of the shape and dtype of a parameter."""
         nan = torch.full((1,), torch.nan, dtype=parameter.dtype, device=device)
+        # Expanded: all entries are one number in memory.
         return cls(nan.expand(parameter.shape), parameter.requires_grad)
 
     @property
     def is_empty(self) -> bool:
         """Whether the weight is not in memory now."""
+        # More memory than one number takes: the weight is there.
         if self.untyped_storage().nbytes() != self.element_size():
             return False
         # One number takes as much memory as its stand-in.

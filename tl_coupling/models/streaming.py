@@ -44,12 +44,14 @@ def filled(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[Change]
     parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
     # Tied weights are one parameter in several parts.
     parameters = dict.fromkeys(p for part in parts for p in stored_parameters(part))
+    # Before anything is read, so that two blocks are never in memory together.
     _let_go_of_all_but(parameters, dtype)
     for parameter in parameters:
         if parameter.place is not None and parameter.is_empty:
             if parameter not in _last_read:
                 _last_read[parameter] = _read(parameter.place, parameter, dtype)
             yield parameter, "data", _last_read[parameter]
+    # Pieces have no place of their own, and are cut from what was read above.
     if any(parameter.place is None for parameter in parameters):
         for part in parts:
             yield from _filled_by_cutting(part, dtype)
@@ -104,6 +106,8 @@ def looked_up(
     weight = table.weight
     assert isinstance(weight, StoredParameter)
     assert weight.place is not None
+    # First the dtype that the model has, then the one it is run in: as a resident model
+    # would be.
     rounded = weight.place.rows(needed_ids.tolist()).to(weight.dtype)
     rows = rounded.to(weight.device, dtype)
     # The padding row may be beyond those read; it only concerns gradients.
@@ -159,14 +163,18 @@ def hollow_model(
     _return_what_is_freed()
     with ExitStack() as stack, _unread():
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tl_coupling_"))
+        # accelerate's way of leaving every weight on disk, with an index of where each
+        # is.
         options["device_map"] = {"": "disk"}
         options["offload_folder"] = folder
         options["use_safetensors"] = True
         loaded = load_whole(name, auto.from_pretrained, source, **options)
+        # The temporary folder lives as long as the model; after an error it goes at
+        # once.
         weakref.finalize(loaded.model, stack.pop_all().close)
     weakref.finalize(loaded.model, _last_read.clear)
-    files = _WeightFiles.of(loaded)
-    _without_accelerate(loaded)
+    files = _WeightFiles.from_model(loaded)
+    _remove_accelerate(loaded)
     _hollow_out(loaded.model, files, device)
     return loaded
 
@@ -191,14 +199,15 @@ class _WeightFiles:
     missing: tuple[str, ...]
 
     @classmethod
-    def of(cls, loaded: LoadedWeights) -> "_WeightFiles":
+    def from_model(cls, loaded: LoadedWeights) -> "_WeightFiles":
         """Read the files of a model that accelerate left on disk."""
         hooks = (getattr(part, "_hf_hook", None) for part in loaded.model.modules())
         maps = (getattr(hook, "weights_map", None) for hook in hooks)
+        # All hooks share one index.
         weights_map = next(candidate for candidate in maps if candidate is not None)
         index = weights_map.dataset.index
         files = {entry["safetensors_file"] for entry in index.values()}
-        states = {file: FileState.of(file) for file in files}
+        states = {file: FileState.from_path(file) for file in files}
         return cls(index, states, loaded.missing_of_head)
 
     def place(self, path: str) -> Stored | None:
@@ -221,7 +230,7 @@ class _WeightFiles:
         return place.read()
 
 
-def _without_accelerate(loaded: LoadedWeights) -> None:
+def _remove_accelerate(loaded: LoadedWeights) -> None:
     """Take accelerate's hooks off a model, and what else it put on it."""
     from accelerate.hooks import remove_hook_from_submodules
 

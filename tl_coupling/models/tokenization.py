@@ -85,6 +85,7 @@ def tokens_of(
     if not prompt:
         raise ValueError("the prompt is empty: wanted at least one token")
     check_text(prompt, "prompt")
+    # The text alone; what the tokenizer puts around it is found by comparison.
     text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     remarks = _remark_on_unknown(text, tokenizer)
     prefix, suffix = _special_tokens_around(text, prompt, _own_tokenizer(model))
@@ -159,7 +160,7 @@ def lacks_tokenizer(source: str) -> bool:
     return not knows_text(tokenizer)
 
 
-def without_words() -> Any:
+def wordless_tokenizer() -> Any:
     """Return a tokenizer that has no words, to stand for none."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -176,6 +177,7 @@ def _remark_on_unknown(text: list[int], tokenizer: Any) -> list[str]:
     """Return a remark where the tokenizer does not know most of a text."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     n_unknown = 0 if unknown is None else text.count(unknown)
+    # Single unknown words are common; most of a text is a sign of a wrong tokenizer.
     if 2 * n_unknown <= len(text):
         return []
     return [
@@ -202,6 +204,7 @@ def _own_tokenizer(model: Any) -> Any:
     TransformerLens may have replaced it by one that always prepends a BOS token.
     """
     tokenizer = model.tokenizer
+    # It prepends no BOS token, and so was not replaced.
     if tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
         return tokenizer
     trusted = facts_of(model).loaded_as.get("trust_remote_code", False)
@@ -219,9 +222,9 @@ def _special_tokens_around(
     is_special = encoded["special_tokens_mask"]
     # The mask tells an appended token from the same token in the text, but not every
     # tokenizer fills it in: then the text is looked for from the end.
-    by_mask = is_special.index(0) if 0 in is_special else 0
+    masked_start = is_special.index(0) if 0 in is_special else 0
     n_text = len(text)
-    for start in (by_mask, *range(len(ids) - n_text, -1, -1)):
+    for start in (masked_start, *range(len(ids) - n_text, -1, -1)):
         if ids[start : start + n_text] == text:
             return ids[:start], ids[start + n_text :]
     raise ValueError(
@@ -283,6 +286,7 @@ def str_tokens(model: nn.Module, tokens: Int[Tensor, " n_pos"]) -> tuple[str, ..
     if not knows_text(tokenizer):
         return tuple(map(str, tokens.tolist()))
     return tuple(
+        # Cleaning up would take the space from before a full stop.
         tokenizer.decode([token], clean_up_tokenization_spaces=False)
         for token in tokens.tolist()
     )

@@ -25,6 +25,7 @@ def fresh_model(
         attention: HuggingFace's name of the attention's implementation; None for its
             default.
     """
+    # The caller's generator is put back by `load_model`.
     torch.manual_seed(UNTRAINED_SEED)
     return auto.from_config(
         config,
