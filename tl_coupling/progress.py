@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 Item = TypeVar("Item")
 # Wraps a loop, as `tqdm.tqdm` does; True for a bar, False for none.
 Progress = Callable[[Iterable[Any]], Iterable[Any]] | bool
+# No item of a loop is this object.
 _END = object()
 # A log gets no line of a loop that is done sooner, and then one so often.
 _SECONDS_TO_FIRST_LINE = 10.0
@@ -42,8 +43,9 @@ def with_progress(
         return _checked_items(_Loop(items), progress)
     is_wanted = progress is True or (progress is None and _prints_lines.get())
     if is_watched() and progress is not False:
+        # A loop that is done within a second shows no bar.
         return tqdm(items, desc=description, leave=False, delay=1)
-    return with_lines(items, description) if is_wanted else items
+    return log_progress(items, description) if is_wanted else items
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def lines_in_logs() -> Iterator[None]:
         _prints_lines.reset(token)
 
 
-def with_lines(items: Iterable[Item], description: str) -> Iterator[Item]:
+def log_progress(items: Iterable[Item], description: str) -> Iterator[Item]:
     """Yield the items; on standard error a line now and then says how many are done."""
     total = len(items) if isinstance(items, Sized) else None
     start = time.monotonic()
@@ -78,6 +80,7 @@ def _line(description: str, n_done: int, total: int | None, seconds: float) -> s
     line = f"{description}: {n_done} of {total}, {elapsed}"
     if n_done == 0:
         return line
+    # As if each item took as long as those so far.
     left = timedelta(seconds=round(seconds / n_done * (total - n_done)))
     return f"{line}, about {left} left"
 
@@ -85,6 +88,7 @@ def _line(description: str, n_done: int, total: int | None, seconds: float) -> s
 def is_watched() -> bool:
     """Say whether somebody sees a bar: in a terminal or a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
+    # Jupyter's kernel; IPython in a terminal is told by the terminal.
     is_notebook = type(get_ipython()).__name__ == "ZMQInteractiveShell"
     return sys.stderr.isatty() or is_notebook
 
@@ -127,9 +131,11 @@ def _checked_items(
         raise TypeError(f"{demand}, got a function that returns {kind}")
     n_yielded = 0
     for item in wrapped:
+        # `progress` may read ahead, and so `taken` may hold several.
         if not loop.taken or loop.taken.popleft() is not item:
             raise ValueError(f"{demand}, got another after {n_yielded}")
         n_yielded += 1
         yield item
+    # Items that it took and kept, or never asked for.
     if loop.taken or next(loop.left, _END) is not _END:
         raise ValueError(f"{demand}, got {n_yielded} and no more")

@@ -24,7 +24,9 @@ from tl_coupling.progress import lines_in_logs
 app = typer.Typer(
     help="Transformer block coupling and residual-stream trajectories for "
     "TransformerLens models.",
+    # Help texts hold brackets such as [all], which rich would read as markup.
     rich_markup_mode=None,
+    # `main` says in one line what went wrong.
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -43,7 +45,7 @@ def _print_version(is_asked_for: bool) -> None:
 
 
 @app.callback()
-def _for_every_command(
+def _set_shared_options(
     context: typer.Context,
     _version: Annotated[
         bool,
@@ -78,6 +80,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         else:
             options = [parameter]
         for option in options:
+            # In a signature a parameter with a default may not stand before one
+            # without, unless both are keywords; those of groups are mixed.
             keyword = option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             options_of_all.append(keyword)
 
@@ -99,6 +103,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def renamed(old_name: str, function: Callable[..., None]) -> None:
     """Let a command answer to its old name too, which no help lists, with a hint."""
     new_name = function.__name__.replace("_", "-")
+    # The command as `command` registered it, with its groups taken apart.
     (registered,) = [c for c in app.registered_commands if c.name == new_name]
     run = registered.callback
     assert run is not None
@@ -115,6 +120,7 @@ def _options_of(kind: type) -> list[inspect.Parameter]:
     """Return a dataclass's fields as parameters; what it inherits comes last."""
     own_names = inspect.get_annotations(kind)
     options = inspect.signature(kind).parameters.values()
+    # `sorted` keeps the order within both halves.
     return sorted(options, key=lambda option: option.name not in own_names)
 
 
@@ -128,6 +134,8 @@ def main() -> None:
     shared: dict[str, bool] = {}
     try:
         with _stoppable(), lines_in_logs():
+            # Not standalone: errors come here instead of being printed by typer, and a
+            # command that exits gives its status back.
             sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False, obj=shared))
     except Exception as error:
         message, status = _message_and_status(error)
@@ -143,6 +151,7 @@ def _message_and_status(error: Exception) -> tuple[str, int]:
     # Typer's own errors say how they are shown.
     if hasattr(error, "format_message"):
         return error.format_message(), error.exit_code  # type: ignore[attr-defined]
+    # What typer makes of an interrupt.
     if isinstance(error, typer.Abort):
         return "interrupted", 130
     if isinstance(error, MemoryError):
@@ -175,6 +184,7 @@ def _stoppable() -> Iterator[None]:
 
     def stop(number: int, _: FrameType | None) -> None:
         nonlocal first_at
+        # After that time it may hang, and another signal is heard again.
         if time.monotonic() - first_at >= _STOPPING_SECONDS:
             first_at = time.monotonic()
             raise _Interrupted(number)
@@ -190,6 +200,8 @@ def _stoppable() -> Iterator[None]:
             return
         first_at = -_STOPPING_SECONDS
         number = unraisable.exc_value.status - 128
+        # From another thread and later: a signal sent here would arrive in the same
+        # place.
         threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
 
     handlers_before = {

@@ -9,7 +9,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
@@ -81,6 +81,7 @@ def carriers(
 
       tl-coupling carriers --model smollm2-135m --heads --untrained --out heads
     """
+    # Said before a model is loaded.
     if layer and len(set(layer)) < 2:
         raise ValueError(
             "means over pairs of different layers need two: give --layer twice or more"
@@ -88,10 +89,11 @@ def carriers(
     measurement = _Measurement(
         prompt.single_prompt(), k, orientation, position, layer or None, heads
     )
-    with at_work(out) as work:
-        runs = work.measured(setup, untrained, measurement.of_run)
+    with work_in(out) as work:
+        runs = work.measured(setup, untrained, measurement.measure)
         work.save({role: measured.to_save() for role, measured in runs.items()})
         results = {role: measured.carriers for role, measured in runs.items()}
+        # Of the runs, as pictures and tables take them: empty without --heads.
         pairs = {
             role: measured.heads
             for role, measured in runs.items()
@@ -100,7 +102,9 @@ def carriers(
         summary = _summary(results)
         pictures = _pictures(results)
         if pairs:
-            summary["heads"] = {role: _of_pairs(of) for role, of in pairs.items()}
+            summary["heads"] = {
+                role: _pair_summary(result) for role, result in pairs.items()
+            }
             pictures["head_pairs.png"] = partial(tlc.plots.plot_head_coupling, pairs)
         work.finish(summary, pictures)
         work.shown.append(_table(results))
@@ -132,9 +136,9 @@ class _Measurement:
     orientation: Orientation
     position: int | None
     layers: list[int] | None
-    with_heads: bool
+    couples_heads: bool
 
-    def of_run(self, run: Run) -> _Measured:
+    def measure(self, run: Run) -> _Measured:
         """Return the shares of every component, and the coupling of heads."""
         traced = run.trace(self.prompt)
         position = own_position(self.prompt, self.position)
@@ -147,7 +151,7 @@ class _Measurement:
             progress=partial(run.bar, "layers"),
         )
         heads = None
-        if self.with_heads:
+        if self.couples_heads:
             heads = tlc.comparisons.head_coupling(
                 traced,
                 self.k,
@@ -214,6 +218,7 @@ def _table(results: dict[str, Carriers]) -> Table:
             low, high = merged.null_interval(label)
             rows.append(
                 [
+                    # The run is named in the first of its rows alone.
                     role if place == 0 else "",
                     label,
                     f"{means['diagonal_share'][place]:.3f}",
@@ -232,7 +237,7 @@ def _table(results: dict[str, Carriers]) -> Table:
     return table_of(title, ["run", "component"], numbers, rows, caption)
 
 
-def _of_pairs(result: HeadCoupling) -> dict[str, object]:
+def _pair_summary(result: HeadCoupling) -> dict[str, object]:
     """Return what `summary.json` holds of pairs of heads."""
     return {
         "mean": float(result.of_different_layers.nanmean()),
@@ -250,6 +255,7 @@ def _pairs_table(pairs: dict[str, HeadCoupling]) -> Table:
             role,
             f"{float(result.of_different_layers.nanmean()):.3f}",
             f"{result.null:.3f}",
+            # A head that adds nothing has no coupling (NaN), and is not the largest.
             f"{float(result.of_different_layers.nan_to_num(0).max()):.3f}",
             f"{result.largest_of_null:.3f}",
             f"{result.share_above_null:.2%}",
@@ -270,6 +276,7 @@ def _pairs_table(pairs: dict[str, HeadCoupling]) -> Table:
 def _strongest_heads(result: Carriers) -> str:
     """Return the heads that carry most beyond their size, each with its layer."""
     table = result.to_dataframe()
+    # Components are called H0, H1, …, and attn_out where heads are not separate.
     heads = table[table["component"].str.startswith("H")]
     strongest = heads.nlargest(_N_HEADS_SHOWN, "excess")
     names = [

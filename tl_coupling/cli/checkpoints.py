@@ -8,7 +8,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, at_work
+from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Out, Prompts, Sweep
 from tl_coupling.cli.sweeps import facts, stop_if_any_failed, write_choices
 from tl_coupling.cli.tables import plural, table_of
@@ -48,7 +48,7 @@ def checkpoints(
     """
     selected_prompts = prompts.selected()
     settings = sweep.settings
-    with at_work(out) as work:
+    with work_in(out) as work:
         data = tlc.checkpoint_sweep(
             model,
             sweep.checkpoints,
@@ -60,9 +60,12 @@ def checkpoints(
         work.write("sweep.nc", partial(data.to_netcdf, engine="netcdf4"))
         if sweep.all_measures:
             write_choices(work, data)
+        # The summary, pictures and table are of the orientation that was asked for; the
+        # file and the table of choices have both.
         data = tlc.surveys.one_orientation(data)
         work.finish(_summary(data), _pictures(data))
         work.shown.append(_table(data))
+    # After all is written: the results of the others stay.
     stop_if_any_failed(data)
 
 
@@ -104,12 +107,12 @@ def _table(data: "xarray.Dataset") -> Table:
     mean = data.mean("prompt")
     rows = []
     for checkpoint in data["checkpoint"].values.tolist():
-        of_checkpoint = mean.sel(checkpoint=checkpoint)
+        checkpoint_means = mean.sel(checkpoint=checkpoint)
         numbers = [
-            *of_checkpoint[mean_name("coupling")].values,
-            *of_checkpoint[null_name("coupling")].values,
-            of_checkpoint["line_shape_score_all_tokens"].item(),
-            of_checkpoint["loss"].item(),
+            *checkpoint_means[mean_name("coupling")].values,
+            *checkpoint_means[null_name("coupling")].values,
+            checkpoint_means["line_shape_score_all_tokens"].item(),
+            checkpoint_means["loss"].item(),
         ]
         rows.append([checkpoint, *(f"{number:.3f}" for number in numbers)])
     ks = data["k"].values.tolist()

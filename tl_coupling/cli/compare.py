@@ -10,7 +10,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
@@ -74,17 +74,21 @@ def compare(
       tl-coupling compare --prompts capitals.jsonl --other-prompts sums.jsonl
     """
     first = _Measured(setup, "trained", prompts.selected())
-    second = first.beside(other_model, other_checkpoint, other_untrained, other_prompts)
-    with at_work(out) as work:
+    second = first.other_side(
+        other_model, other_checkpoint, other_untrained, other_prompts
+    )
+    with work_in(out) as work:
         measured = []
         for side in (first, second):
             measure = partial(side.maps, comparing=comparing, position=position)
             measured.append(work.measured_as(side.role, side.setup, measure))
         a, b = measured
+        # A narrow model has fewer singular vectors than its neighbour.
         largest = min(result.k for result in (*a, *b))
         comparisons = {k: tlc.compare(a, b, k) for k in comparing.up_to(largest)}
         pictures: Pictures = {}
         for k, comparison in comparisons.items():
+            # As the trained run's, whose files have no suffix: a comparison is of both.
             work.save({"trained": {f"comparison-k{k}": comparison}})
             pictures[f"comparison-k{k}.png"] = partial(tlc.plot_comparison, comparison)
         work.finish(_summary(comparisons), pictures)
@@ -99,7 +103,7 @@ class _Measured:
     role: str
     prompts: list[Prompt]
 
-    def beside(
+    def other_side(
         self,
         model: str | None,
         checkpoint: str | None,
@@ -114,6 +118,7 @@ class _Measured:
             )
         setup = self.setup
         if model is not None:
+            # A step or revision of the first model is none of another's.
             setup = replace(setup, model=model, checkpoint=None)
         if checkpoint is not None:
             setup = replace(setup, checkpoint=checkpoint)
@@ -139,13 +144,13 @@ class _Measured:
 
 def _summary(comparisons: dict[int, Comparison]) -> dict[str, object]:
     """Return what `summary.json` holds."""
-    one = next(iter(comparisons.values()))
+    first = next(iter(comparisons.values()))
     return {
         "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over pairs of "
         "different layers",
-        "names": list(one.names),
-        "paired": one.paired,
-        "n_prompts": list(one.n_prompts),
+        "names": list(first.names),
+        "paired": first.paired,
+        "n_prompts": list(first.n_prompts),
         "by_k": {
             k: {
                 "means": comparison.means.tolist(),
@@ -158,20 +163,22 @@ def _summary(comparisons: dict[int, Comparison]) -> dict[str, object]:
             }
             for k, comparison in comparisons.items()
         },
-        "provenance": one.provenance,
+        "provenance": first.provenance,
     }
 
 
 def _table(comparisons: dict[int, Comparison]) -> Table:
     """Return the table of means and differences."""
-    one = next(iter(comparisons.values()))
+    any_comparison = next(iter(comparisons.values()))
     rows = []
     for k, comparison in comparisons.items():
         low, high = comparison.interval
         first, second = comparison.means.tolist()
+        # A layer with itself is not compared.
         n_pairs = int((~comparison.own_pairs).sum())
         interval = f"{low:+.3f} to {high:+.3f}"
         degrees_of_freedom = f"{comparison.degrees_of_freedom:.1f}"
+        # One prompt has no spread, and hence no interval.
         if min(comparison.n_prompts) < 2:
             interval = "one prompt: none"
             degrees_of_freedom = "none"
@@ -188,14 +195,14 @@ def _table(comparisons: dict[int, Comparison]) -> Table:
             ]
         )
     numbers = ["k", "first", "second", "difference", "95 %", "df", "pairs", "null"]
-    first_name, second_name = one.names
-    how = "paired, over the same prompts"
-    if not one.paired:
-        how = "of different prompts (Welch)"
-    n_first, n_second = one.n_prompts
+    first_name, second_name = any_comparison.names
+    pairing = "paired, over the same prompts"
+    if not any_comparison.paired:
+        pairing = "of different prompts (Welch)"
+    n_first, n_second = any_comparison.n_prompts
     caption = (
         f"first: {first_name}\nsecond: {second_name}\n"
-        f"{n_first} and {n_second} prompts; difference: second − first, {how}\n"
+        f"{n_first} and {n_second} prompts; difference: second − first, {pairing}\n"
         "pairs: of layers that differ (Holm, 5 %); null: random subspaces"
     )
     title = "depth coupling 1 − m̃, mean over pairs of different layers"

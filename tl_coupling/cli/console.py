@@ -25,7 +25,7 @@ import tl_coupling as tlc
 from tl_coupling.cli.options import OneModel
 from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import output_folder, plain, write_atomically
-from tl_coupling.progress import with_lines
+from tl_coupling.progress import log_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
 from tl_coupling.traces import Trace
@@ -67,10 +67,12 @@ class Run:
     def bar(self, description: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield the items, with a bar that goes away with them."""
         text = plain(f"{self.name}: {description}")
+        # A log gets a line now and then; a bar would fill it with control characters.
         if not self.bars.console.is_terminal:
-            yield from with_lines(list(items), text)
+            yield from log_progress(list(items), text)
             return
         task = self.bars.add_task(text, total=None)
+        # As a list, whose length the bar needs.
         yield from self.bars.track(list(items), task_id=task)
         self.bars.remove_task(task)
 
@@ -130,7 +132,7 @@ class Work:
         """Write results of runs, which are given by role and by name."""
         for role, named_results in results.items():
             for name, result in named_results.items():
-                path = self.folder / f"{with_suffix(name, role)}.nc"
+                path = self.folder / f"{file_stem(name, role)}.nc"
                 self.written.append(result.save(path))
 
     def write(self, name: str, write: Callable[[Path], object]) -> None:
@@ -144,8 +146,8 @@ class Work:
         there by now, and a picture must not cost them.
         """
         # JSON has no NaN: undefined values are null.
-        without_nan = json.loads(json.dumps(summary), parse_constant=lambda _: None)
-        text = json.dumps(without_nan, indent=1)
+        defined_values = json.loads(json.dumps(summary), parse_constant=lambda _: None)
+        text = json.dumps(defined_values, indent=1)
         self.write("summary.json", lambda path: path.write_text(text))
         with self.console.stage("drawing …"):
             for name, draw in pictures.items():
@@ -171,13 +173,14 @@ def _refuse_untrained(option: str) -> None:
 
 
 @contextmanager
-def at_work(out: Path) -> Iterator[Work]:
+def work_in(out: Path) -> Iterator[Work]:
     """Enter a block of work in the folder `out`, and print its results after it.
 
     In the block warnings are one line each, and so is an interrupt.
     """
     from transformers.utils import logging
 
+    # transformers has bars of its own, which would tear those of `Run`.
     logging.disable_progress_bar()
     work = Work(out)
     start = time.time()
@@ -185,6 +188,7 @@ def at_work(out: Path) -> Iterator[Work]:
     def show(
         message: Warning | str, category: type[Warning], *_: object, **__: object
     ) -> None:
+        # Deprecations in libraries are no concern of whoever runs a command.
         if issubclass(category, UserWarning):
             work.console.print(f"warning: {message}", style="yellow", soft_wrap=True)
 
@@ -193,12 +197,15 @@ def at_work(out: Path) -> Iterator[Work]:
             warnings.showwarning = show
             yield work
     except KeyboardInterrupt as error:
+        # A survey says for itself what is finished; other interrupts are empty.
         message = str(error) or (
             f"interrupted: {_written_since(start, out)}; "
             "the same command does all of it"
         )
         typer.echo(plain(f"tl-coupling: {message}"), err=True)
         raise typer.Exit(getattr(error, "status", 130)) from None
+    # Standard output holds results alone, and only of a command that finished; bars and
+    # warnings go to standard error.
     for line_or_table in work.shown:
         if isinstance(line_or_table, str):
             typer.echo(plain(line_or_table))
@@ -209,6 +216,7 @@ def at_work(out: Path) -> Iterator[Work]:
 
 def _written_since(start: float, folder: Path) -> str:
     """Say which files in the folder are of this run."""
+    # A dot in front is that of a file which was being written.
     paths = folder.glob("[!.]*") if folder.is_dir() else ()
     names = sorted(
         path.name
@@ -220,6 +228,6 @@ def _written_since(start: float, folder: Path) -> str:
     return f"{folder} has {', '.join(names)} of this run"
 
 
-def with_suffix(name: str, role: str) -> str:
+def file_stem(name: str, role: str) -> str:
     """Return a result's file name, with a suffix for any model but the trained one."""
     return name if role == "trained" else f"{name}-{role}"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, Work, at_work
+from tl_coupling.cli.console import Pictures, Run, Work, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
@@ -28,7 +28,7 @@ from tl_coupling.cli.tables import choices_table, coupling_table
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name, write_table
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys import in_words, joined, of_maps
+from tl_coupling.surveys import describe_pairs, joined, measures_of_maps
 
 if TYPE_CHECKING:
     import xarray
@@ -76,13 +76,15 @@ def depth(
       tl-coupling depth --model google/vit-base-patch16-224 --image cat.jpg --out vit
     """
     selected_prompts = prompts.selected()
+    # The map of a single prompt is the result, and saved as such.
     has_maps_of_prompts = save_maps and len(selected_prompts) > 1
     maps_folder = out / "maps" if has_maps_of_prompts else None
     measurement = DepthMeasurement(
         selected_prompts, comparing, choosing, position, maps_folder
     )
-    with at_work(out) as work:
-        runs = work.measured(setup, untrained, measurement.of_run)
+    with work_in(out) as work:
+        runs = work.measured(setup, untrained, measurement.measure)
+        # A model may be narrower than the k that were asked for.
         ks = comparing.up_to(runs["trained"].coupling_map.k)
         results = DepthResults(runs, ks, choosing.diagonal)
         work.save(results.named_maps)
@@ -141,38 +143,43 @@ class DepthMeasurement:
     position: int | None
     maps_folder: Path | None
 
-    def of_run(self, run: Run) -> DepthOfRun:
+    def measure(self, run: Run) -> DepthOfRun:
         """Return the map and the readings of every prompt in one model."""
         if len(self.prompts) == 1:
-            coupling_map, reading = self.of_prompt(run, self.prompts[0])
+            coupling_map, reading = self.measure_prompt(run, self.prompts[0])
             return DepthOfRun(coupling_map, [reading])
         readings: list[PromptReadings] = []
 
         # Maps are large: one at a time is in memory, and only its readings stay.
         def maps() -> Iterator[CouplingMap]:
             for prompt in run.bar("prompts", self.prompts):
-                coupling_map, reading = self.of_prompt(run, prompt)
+                coupling_map, reading = self.measure_prompt(run, prompt)
                 readings.append(reading)
                 yield coupling_map
 
+        # Exhausts the generator, which fills `readings` on its way.
         mean_map = MeanCouplingMap.over(maps())
         return DepthOfRun(mean_map, readings)
 
-    def of_prompt(self, run: Run, prompt: Prompt) -> tuple[CouplingMap, PromptReadings]:
+    def measure_prompt(
+        self, run: Run, prompt: Prompt
+    ) -> tuple[CouplingMap, PromptReadings]:
         """Return the map of one prompt and what is read off it."""
         try:
             maps = self._maps(run, prompt)
         except ValueError as error:
             if len(self.prompts) == 1:
                 raise
+            # Of many prompts, the message must say which.
             raise ValueError(f"prompt {prompt.id!r}: {error}") from error
         coupling_map = maps[0]
         ks = self.comparing.up_to(coupling_map.k)
         off_diagonal = not self.choosing.diagonal
         choices = None
         if self.choosing.all_measures:
-            choices = of_maps(maps, replace(self._settings, k=tuple(ks)))
+            choices = measures_of_maps(maps, replace(self._settings, k=tuple(ks)))
         if self.maps_folder is not None:
+            # The twin's maps have the same names.
             folder = self.maps_folder / run.role
             folder.mkdir(parents=True, exist_ok=True)
             coupling_map.save(folder / f"{file_name(prompt.id)}.nc")
@@ -207,7 +214,7 @@ class DepthResults:
     @property
     def maps(self) -> dict[str, CouplingMap]:
         """The map of each run."""
-        return {role: of_run.coupling_map for role, of_run in self.runs.items()}
+        return {role: run.coupling_map for role, run in self.runs.items()}
 
     @property
     def named_maps(self) -> dict[str, dict[str, CouplingMap]]:
@@ -222,7 +229,7 @@ class DepthResults:
     @property
     def pairs(self) -> str:
         """Which pairs of layers the means are over, in words."""
-        return in_words(self.diagonal)
+        return describe_pairs(self.diagonal)
 
     @cached_property
     def null_intervals(self) -> dict[int, tuple[float, float]]:
@@ -240,11 +247,13 @@ class DepthResults:
         """Standard deviation over prompts by run and k; empty for one prompt."""
         if not isinstance(self.trained, MeanCouplingMap):
             return {}
-        return {role: of_run.spreads for role, of_run in self.runs.items()}
+        return {role: run.spreads for role, run in self.runs.items()}
 
     def summary(self) -> dict[str, object]:
         """Return what `summary.json` holds."""
         off_diagonal = not self.diagonal
+        # What random subspaces give depends on k alone, so that one null stands for all
+        # runs.
         null = {k: self.trained.null(k, off_diagonal=off_diagonal) for k in self.ks}
         mean_over_prompts = {
             role: {k: result.mean(k, off_diagonal=off_diagonal) for k in self.ks}
@@ -256,7 +265,7 @@ class DepthResults:
             "n_prompts": self.trained.n_prompts,
             "null": null,
             "null_interval": self.null_intervals,
-            "mean": {role: of_run.means for role, of_run in self.runs.items()},
+            "mean": {role: run.means for role, run in self.runs.items()},
             "mean_over_prompts": mean_over_prompts,
             "provenance": provenance,
         }
@@ -316,11 +325,9 @@ def _write_choices(work: Work, runs: dict[str, DepthOfRun]) -> None:
     """Write and show every measure, in both orientations, over both kinds of pairs."""
     choices = {
         role: [
-            reading.choices
-            for reading in of_run.readings
-            if reading.choices is not None
+            reading.choices for reading in run.readings if reading.choices is not None
         ]
-        for role, of_run in runs.items()
+        for role, run in runs.items()
     }
     rows = tlc.surveys.measure_table(joined(choices))
     work.write("measures.csv", partial(write_table, rows))

@@ -9,7 +9,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import OUT, OneModel, Out, Position, Prompts
 from tl_coupling.cli.tables import table_of
 from tl_coupling.directions import Ablation, Decoded, Steering, Subspace
@@ -71,8 +71,8 @@ def directions(
             "come from: give --prompts"
         )
     measurement = _Measurement(selected, layer, k, position, steer, ablate, rank, draws)
-    with at_work(out) as work:
-        results = work.measured_as("trained", setup, measurement.of_run)
+    with work_in(out) as work:
+        results = work.measured_as("trained", setup, measurement.measure)
         work.save({"trained": results.named()})
         work.finish(_summary(results), _pictures(results))
         work.shown.append(_decoded_table(results.decoded))
@@ -109,8 +109,9 @@ class _Measurement:
     rank: int
     draws: int
 
-    def of_run(self, run: Run) -> _Results:
+    def measure(self, run: Run) -> _Results:
         """Return everything that was asked for."""
+        # Directions come from the first prompt; the others are a control.
         first, *others = (run.trace(prompt) for prompt in self.prompts)
         with run.timed("decode"):
             decoded = tlc.directions.decode(
@@ -123,14 +124,16 @@ class _Measurement:
             )
         steering = None
         if self.steer:
-            found = tlc.directions.directions_of(
+            steered = tlc.directions.directions_of(
                 first, self.layer, self.k, position=self.position
             )
             with run.timed("steer"):
                 steering = tlc.directions.steer(
                     run.model,
+                    # Steered prompts must not be the one that the directions were read
+                    # from.
                     self.prompts[1:],
-                    found,
+                    steered,
                     _SCALES,
                     position=self.position,
                     n_draws=self.draws,
@@ -138,6 +141,8 @@ class _Measurement:
                 )
         subspace = ablation = None
         if self.ablate:
+            # What is shared is found on one half and removed on the other, so that a
+            # fit to the prompts does not count as an effect.
             middle = len(self.prompts) // 2
             traces = [first, *others][:middle]
             subspace = tlc.directions.shared_subspace(
@@ -202,7 +207,9 @@ def _decoded_table(decoded: Decoded) -> Table:
         exceeded = float((drawn >= kurtosis).double().mean())
         ends = [
             " ".join(
-                repr(text) for text in decoded.texts_of(way, i, end)[:_N_TOKENS_SHOWN]
+                # In quotes: most tokens begin with a space.
+                repr(text)
+                for text in decoded.texts_of(way, i, end)[:_N_TOKENS_SHOWN]
             )
             for end in (0, 1)
         ]
@@ -240,6 +247,7 @@ def _steering_table(steering: Steering) -> Table:
     """Return the table of what each kind of direction does to the next token."""
     rows = [
         [
+            # A kind is named in the first of its rows alone.
             line["kind"] if line["scale"] == steering.scales[0] else "",
             f"{line['scale']:g}",
             f"{line['kl']:.3g}",

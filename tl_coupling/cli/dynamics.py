@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work, with_suffix
+from tl_coupling.cli.console import Pictures, Run, file_stem, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
@@ -70,19 +70,21 @@ def dynamics(
         }
         with run.timed("products"):
             products = tlc.dynamics.products(traced, n_draws=draws, **options)
+        # Every run of neighbours is a product of its own: measured only if asked for.
         every_run = None
         if runs:
             with run.timed("runs"):
                 every_run = tlc.dynamics.product_map(traced, **options)
-        of_blocks = None
+        block_eigenvalues = None
         if eigenvalues:
             with run.timed("eigenvalues"):
-                of_blocks = tlc.dynamics.eigenvalues(traced, **options)
-        return MeasuredDynamics(products, every_run, of_blocks)
+                block_eigenvalues = tlc.dynamics.eigenvalues(traced, **options)
+        return MeasuredDynamics(products, every_run, block_eigenvalues)
 
-    with at_work(out) as work:
+    with work_in(out) as work:
         measured = work.measured(setup, untrained, measure)
         work.save({role: result.saved() for role, result in measured.items()})
+        # Known only after the last measurement, and no part of the results.
         summary = _summary(measured) | {"seconds": work.seconds}
         work.finish(summary, _pictures(measured))
         work.shown.append(_table(measured))
@@ -113,7 +115,7 @@ def _pictures(measured: dict[str, MeasuredDynamics]) -> Pictures:
     pictures: Pictures = {"products.png": partial(plots.plot_products, products)}
     for role, result in measured.items():
         if result.runs is not None:
-            name = with_suffix("runs", role)
+            name = file_stem("runs", role)
             pictures[f"{name}.png"] = partial(plots.plot_product_map, result.runs)
     eigenvalues = {
         role: result.eigenvalues
@@ -132,7 +134,7 @@ def _summary(measured: dict[str, MeasuredDynamics]) -> dict[str, object]:
     }
     for role, result in measured.items():
         products = result.products
-        of_role: dict[str, object] = {
+        role_summary: dict[str, object] = {
             "layers": list(products.layers),
             "log_largest": products.log_largest.tolist(),
             "alignment_gain": products.alignment_gain.tolist(),
@@ -146,18 +148,20 @@ def _summary(measured: dict[str, MeasuredDynamics]) -> dict[str, object]:
             "provenance": products.provenance,
         }
         if result.eigenvalues is not None:
-            of_role["henrici"] = result.eigenvalues.henrici.tolist()
+            role_summary["henrici"] = result.eigenvalues.henrici.tolist()
             null = result.eigenvalues.null_henrici.mean(0)
-            of_role["null_henrici"] = null.tolist()
-            of_role["share_left_of_zero"] = _shares_below_zero(result.eigenvalues.real)
-            of_role["null_share_left_of_zero"] = _shares_below_zero(
+            role_summary["null_henrici"] = null.tolist()
+            role_summary["share_left_of_zero"] = _shares_below_zero(
+                result.eigenvalues.real
+            )
+            role_summary["null_share_left_of_zero"] = _shares_below_zero(
                 result.eigenvalues.null_real
             )
             complex_share = result.eigenvalues.complex_share
-            of_role["complex_share"] = complex_share.tolist()
+            role_summary["complex_share"] = complex_share.tolist()
             null_share = result.eigenvalues.null_complex_share.mean(0)
-            of_role["null_complex_share"] = null_share.tolist()
-        summary[role] = of_role
+            role_summary["null_complex_share"] = null_share.tolist()
+        summary[role] = role_summary
     return summary
 
 
@@ -171,9 +175,11 @@ def _table(measured: dict[str, MeasuredDynamics]) -> Table:
     """Return the table of products up to about six depths."""
     trained = measured["trained"].products
     n_layers = len(trained.layers)
+    # Every sixth part of the depth, and the last layer in any case.
     step = max(1, n_layers // 6)
     shown_layers = sorted({*range(step - 1, n_layers, step), n_layers - 1})
     columns = [
+        # Columns of the twin say so; those of the model itself need not.
         name if role == "trained" else f"{role} {name}"
         for role in measured
         for name in ("log σ₁", "gain", "directions")

@@ -11,9 +11,9 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, at_work
+from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Out
-from tl_coupling.cli.sweeps import by_name
+from tl_coupling.cli.sweeps import values_by_name
 from tl_coupling.cli.tables import table_of
 from tl_coupling.files import write_table
 from tl_coupling.measures import MeasureName, Orientation
@@ -106,15 +106,17 @@ def generalization(
       tl-coupling generalization --survey survey --control "log10(n_parameters)"
       --family "Pythia=*pythia*" --out out
     """
+    # Checked before the survey is opened: a slip of the pen costs no waiting.
     subset_syntax = 'NAME=QUERY, like "above 45=score > 45"'
-    subsets = by_name("--subset", subset or [], subset_syntax)
+    subsets = values_by_name("--subset", subset or [], subset_syntax)
     family_syntax = 'NAME=PATTERN, like "Pythia=*pythia*"'
-    patterns = by_name("--family", family or [], family_syntax)
+    patterns = values_by_name("--family", family or [], family_syntax)
+    # The survey's loss has no columns: the option would be without effect.
     if scores == "loss" and score_column != "score":
         raise ValueError(
             f"`--score-column` {score_column!r} is of a CSV file: give --scores as well"
         )
-    with at_work(out) as work, _opened(survey) as opened:
+    with work_in(out) as work, _opened(survey) as opened:
         data = tlc.surveys.one_orientation(opened, orientation)
         if diagonal is not None:
             data = tlc.surveys.with_diagonal(data, diagonal)
@@ -190,8 +192,8 @@ def _families(
                 f"`--family` {family}: no model matches {pattern!r}; "
                 f"there are {', '.join(models)}"
             )
-        if in_two_families := family_of.keys() & members:
-            model = min(in_two_families)
+        if doubled := family_of.keys() & members:
+            model = min(doubled)
             raise ValueError(
                 f"`--family` {family}: {model} is already of the family "
                 f"{family_of[model]}"
@@ -213,6 +215,7 @@ def _pictures(
     }
     if len(result.by_k) > 1:
         pictures["k_sweep.png"] = partial(plots.plot_k_sweep, result)
+    # Models are sorted by what the study explains.
     score_of = dict(zip(table["model"], table[result.score], strict=True))
     pictures["quartiles.png"] = partial(
         plots.plot_quartiles, data, by=score_of, k=result.k, measure=measure
@@ -238,6 +241,7 @@ def _slopes(result: "Generalization") -> Table:
     for fit in result.slopes.itertuples():
         interval = f"{fit.low:.4g} to {fit.high:.4g}"
         r_squared = _number_or_blank(fit.r_squared)
+        # The row of the bootstrap has neither p nor degrees of freedom.
         freedom = "" if np.isnan(fit.freedom) else f"{fit.freedom:.1f}"
         p = _number_or_blank(fit.p)
         rows.append(

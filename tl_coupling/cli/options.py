@@ -28,6 +28,7 @@ Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well."
 Position = Annotated[
     int, typer.Option(help="Token position; negative counts from the end.")
 ]
+# What help says of a position that is chosen by the kind of prompt.
 OWN_POSITION = "[the last; of an image the class token, 0]"
 Out = Annotated[
     Path, typer.Option(help="Folder for results and pictures.", file_okay=False)
@@ -108,6 +109,7 @@ class Setup(Tracing):
     @property
     def loading(self) -> Loading:
         """Arguments of `load_model` and of surveys."""
+        # The option is the name of a dtype in torch.
         dtype: torch.dtype = getattr(torch, self.dtype)
         return {
             "backend": self.backend,
@@ -142,6 +144,7 @@ class OneModel(Setup):
     def load(self, untrained: bool) -> nn.Module:
         """Return the model, or its untrained twin."""
         checkpoint = None
+        # The twin has the architecture of the model, whatever the checkpoint.
         if self.checkpoint is not None and not untrained:
             checkpoint = training_step(self.checkpoint)
         return load_model(
@@ -195,10 +198,12 @@ class Comparing:
     @property
     def largest(self) -> int | None:
         """The largest that was asked for."""
+        # None: the library chooses by the width of the model.
         return self.ks[-1] if self.k else None
 
     def up_to(self, k: int) -> list[int]:
         """Return `ks` for a result that holds k; a narrow model has fewer vectors."""
+        # A set: several of them may be cut to the same k.
         return sorted({min(wide_k, k) for wide_k in self.ks})
 
 
@@ -246,6 +251,7 @@ class Choosing:
         if not self.all_measures:
             return settings
         first = settings.orientations[0]
+        # The one that was asked for comes first: it is what pictures are of.
         second: Orientation = "vju" if first == "ujv" else "ujv"
         return replace(settings, orientation=(first, second), measures=tuple(MEASURES))
 
@@ -343,6 +349,7 @@ class OnePrompt:
         Raises ValueError if both a prompt and an image are given.
         """
         if self.image is None:
+            # An empty --prompt is an error, and not the default.
             text = PAPER_PROMPT if self.prompt is None else self.prompt
             return Prompt(text, "prompt")
         if self.prompt is not None:
@@ -386,5 +393,6 @@ def own_position(prompt: Prompt, position: int | None) -> int:
 
 def training_step(checkpoint: str) -> Checkpoint:
     """Return a checkpoint as `load_model` takes it: training steps are numbers."""
+    # `int` reads digits of other scripts too, which may name a revision.
     is_step = checkpoint.isdecimal() and checkpoint.isascii()
     return int(checkpoint) if is_step else checkpoint

@@ -42,6 +42,7 @@ class PlainConsole(Console):
         line = threading.Timer(
             _SECONDS_TO_LINE, self.print, (text,), {"soft_wrap": True}
         )
+        # A process that ends early must not wait for the line.
         line.daemon = True
         if not self.is_terminal:
             line.start()

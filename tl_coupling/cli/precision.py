@@ -12,7 +12,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, at_work
+from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Measuring, Out, Prompts, training_step
 from tl_coupling.cli.sweeps import stop_if_any_failed
 from tl_coupling.cli.tables import plural, table_of
@@ -72,7 +72,7 @@ def precision(
     """
     selected_prompts = prompts.selected()
     settings = measuring.settings
-    with at_work(out) as work:
+    with work_in(out) as work:
         data = precision_sweep(
             model,
             precision or list(PRECISIONS),
@@ -90,6 +90,7 @@ def precision(
         pictures: Pictures = {"precision.png": picture, "precision.svg": picture}
         work.finish(_summary(data, rows), pictures)
         work.shown.append(_table(rows, model, data.sizes["prompt"]))
+    # After all is written: the results of the others stay.
     stop_if_any_failed(data)
 
 
@@ -113,12 +114,14 @@ def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> Table:
     """
     rows = []
     last_measure = ""
+    # `groupby` joins neighbours only: rows come measure by measure, then k by k.
     choices = groupby(movements, lambda moved: (moved.measure, moved.k))
-    for (measure, k), at_precisions in choices:
-        first, *others = at_precisions
+    for (measure, k), choice_rows in choices:
+        first, *rounded = choice_rows
+        # A measure is named in the first of its rows alone.
         name = MOVING[measure] if measure != last_measure else ""
         k_cell = "" if k is None else k
-        changes = [_change_cell(moved) for moved in others]
+        changes = [_change_cell(moved) for moved in rounded]
         rows.append([name, k_cell, f"{first.value:.4g}", *changes])
         last_measure = measure
     precisions = list(dict.fromkeys(moved.precision for moved in movements))
@@ -135,6 +138,7 @@ def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> Table:
 def _change_cell(moved: Moved) -> str:
     """Return the change of a measure and, over several prompts, its spread."""
     change = f"{moved.change:+.2g}"
+    # One prompt has no spread.
     if math.isnan(moved.spread):
         return change
     return f"{change} ± {moved.spread:.2g}"

@@ -7,7 +7,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, at_work
+from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Comparing, OneModel, Out, Prompts
 from tl_coupling.cli.tables import table_of
 from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correlations
@@ -35,9 +35,11 @@ def redundancy(
       tl-coupling redundancy --model gpt2 --prompts prompts.jsonl --k 10 --out
       redundancy
     """
-    with at_work(out) as work:
+    with work_in(out) as work:
         model = setup.load(untrained=False)
         config: Any = model.cfg
+        # The defaults give way to a narrow model; a k that was asked for is refused
+        # instead.
         ks = comparing.ks if comparing.k else comparing.up_to(config.d_model)
         data = layer_redundancy(
             model,
@@ -55,6 +57,7 @@ def redundancy(
             )
             for k in ks
         }
+        # The table is of the largest k; pictures and files have all.
         costs = _costs(data, k=ks[-1])
         rhos = _rhos(correlations, k=ks[-1])
         work.finish(_summary(data, ks[-1], costs, rhos), pictures)
@@ -110,7 +113,9 @@ def _table(
     rows = []
     for layer in range(data.sizes["layer"]):
         # Some changes have fewer layers: the last block has none after it to swap with.
-        cells = [f"{of[layer]:+.3f}" if layer < len(of) else "" for of in columns]
+        cells = [
+            f"{column[layer]:+.3f}" if layer < len(column) else "" for column in columns
+        ]
         rows.append([layer, *cells])
     lines = [f"mean over {data.sizes['prompt']} prompts, k = {k}"]
     for name in _PREDICTORS:

@@ -8,7 +8,7 @@ import typer
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Run, at_work
+from tl_coupling.cli.console import Run, work_in
 from tl_coupling.cli.options import (
     AcrossTokens,
     Comparing,
@@ -26,7 +26,7 @@ _MANY_INFLUENCES = 1000
 def report(
     setup: OneModel,
     comparing: Comparing,
-    across: AcrossTokens,
+    token_choices: AcrossTokens,
     prompt: OnePrompt,
     carriers: Annotated[
         bool, typer.Option(help="Also show which heads and MLPs carry coupling.")
@@ -74,6 +74,7 @@ def report(
     def measure(run: Run) -> Portrait:
         trace = run.trace(single_prompt)
         n_influences = trace.n_pos * trace.n_layers
+        # Said beforehand, while it can still be interrupted without loss.
         if n_influences > _MANY_INFLUENCES:
             run.bars.console.print(
                 f"{run.name}: the influence of {trace.n_pos} tokens at "
@@ -87,10 +88,11 @@ def report(
             with_products=products,
             decoded_layer=directions,
             progress=partial(run.bar, "measuring"),
-            **across.arguments(single_prompt),
+            **token_choices.arguments(single_prompt),
         )
 
-    with at_work(out.parent) as work:
+    # `out` is a page here, not a folder.
+    with work_in(out.parent) as work:
         portraits = work.measured(setup, untrained, measure)
         with work.console.stage("drawing …"):
             work.written.append(tlc.write_report(out, portraits))

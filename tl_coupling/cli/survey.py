@@ -9,7 +9,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, at_work
+from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Out, Sweep, Untrained
 from tl_coupling.cli.sweeps import (
     executor_for,
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     import xarray
 
 # How many prompts are drawn unless another number is asked for.
-_OF_THE_LEADERBOARD = 1200
-_OF_A_SET = 200
+_N_LEADERBOARD_PROMPTS = 1200
+_N_SET_PROMPTS = 200
 # A picture of coupling against the prompts' length says nothing of two.
 _FEWEST_FOR_A_PICTURE = 3
 
@@ -108,8 +108,9 @@ def survey(
         prompts_per_unit=prompts_per_unit,
         **sweep.loading,
     )
-    with at_work(out) as work, executor_for(workers, slurm, out / "jobs") as executor:
+    with work_in(out) as work, executor_for(workers, slurm, out / "jobs") as executor:
         data = tlc.run(survey_of_models, out / UNITS, executor)
+        # The folder as a whole, with a file for each unit.
         work.written.append(out / UNITS)
         if sweep.all_measures:
             write_choices(work, data)
@@ -121,7 +122,9 @@ def survey(
         work.finish(_summary(data, tables), _pictures(data, tables, drawn_prompts))
         pairs = pairs_of_layers(data)
         task_tables = [_task_table(k, table, pairs) for k, table in tables.items()]
+        # The tables of choices, which are long, come last.
         work.shown = [*task_tables, _cost_table(data), *work.shown]
+    # After all is written: the results of the others stay.
     stop_if_any_failed(data)
 
 
@@ -147,9 +150,10 @@ def _drawn_prompts(
         raise ValueError("give --n or --per-task, not both")
     if per_task is not None:
         return prompts_per_task(load_prompts(prompts), per_task, seed)
+    # A file is measured whole; a public set holds thousands of prompts.
     if n is None and not Path(prompts).is_file():
         is_leaderboard = prompts == "open_llm_leaderboard"
-        n = _OF_THE_LEADERBOARD if is_leaderboard else _OF_A_SET
+        n = _N_LEADERBOARD_PROMPTS if is_leaderboard else _N_SET_PROMPTS
     return load_prompts(prompts, n, seed)
 
 
@@ -199,6 +203,7 @@ def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> Table:
     rows = []
     for row in means.to_dict("records"):
         coupling = f"{row['mean']:.3f}"
+        # One prompt has no interval.
         if row["n_prompts"] > 1:
             coupling += f" [{row['low']:.3f}, {row['high']:.3f}]"
         null = f"{row['null']:.3f}"
@@ -217,6 +222,7 @@ def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> Table:
 def _cost_table(data: "xarray.Dataset") -> Table:
     """Return the table of models' sizes and what they cost."""
     sizes = ["n_layers", "d_model", "n_parameters"]
+    # Prompts that were measured, model by model.
     n_prompts = data["n_pos"].notnull().sum("prompt")
     measured = data[[*sizes, "seconds", "peak_memory"]].assign(n_prompts=n_prompts)
     rows = []

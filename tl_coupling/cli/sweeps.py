@@ -33,13 +33,13 @@ def write_choices(work: Work, data: "xarray.Dataset") -> None:
     """Write every measure, orientation and choice of pairs, and show them by model."""
     rows = tlc.surveys.measure_table(data)
     work.write("measures.csv", partial(write_table, rows))
-    for model, model_rows in _by_model(rows, data):
+    for model, model_rows in _rows_by_model(rows, data):
         if model_rows["checkpoint"].nunique() <= _MOST_CHECKPOINTS:
             title = f"{model}: every choice"
             work.shown.append(choices_table(title, model_rows))
 
 
-def _by_model(
+def _rows_by_model(
     rows: "pandas.DataFrame", data: "xarray.Dataset"
 ) -> "Iterable[tuple[str, pandas.DataFrame]]":
     """Return the rows of each model with its name."""
@@ -76,23 +76,27 @@ def executor_for(
     if workers is not None:
         return process_pool(workers)
     if slurm is None:
+        # Without an executor, units are measured in this process.
         return nullcontext()
-    texts = by_name(
+    texts = values_by_name(
         "--slurm",
         slurm.split(","),
         "like partition=gpu,gpus_per_node=1,timeout_min=240",
     )
     parameters = {
-        name: int(text) if text.isdigit() else text for name, text in texts.items()
+        # submitit wants numbers as numbers.
+        name: int(text) if text.isdigit() else text
+        for name, text in texts.items()
     }
     return nullcontext(slurm_executor(jobs, **parameters))
 
 
-def by_name(option: str, texts: Iterable[str], syntax: str) -> dict[str, str]:
+def values_by_name(option: str, texts: Iterable[str], syntax: str) -> dict[str, str]:
     """Return what texts like "name=value" say; `syntax` is what they must look like."""
     values: dict[str, str] = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
+        # A query without a name, such as "score == 45", would be split inside its sign.
         if not name or not value or value.startswith("="):
             raise ValueError(f"`{option}` must be {syntax}, got {text!r}")
         if name in values:

@@ -36,6 +36,7 @@ def coupling_table(
                 mean = maps[name].mean(k, off_diagonal=not diagonal)
                 spread = f" ± {spreads[run][k]:.3f}" if spreads else ""
                 cells.append(f"{mean:.3f}{spread}")
+            # The null depends on k alone: one column stands for all runs.
             null = trained_map.null(k, off_diagonal=not diagonal)
             name_cell = name if k == ks[0] else ""
             rows.append([name_cell, k, *cells, f"{null:.3f}"])
@@ -51,11 +52,12 @@ def choices_table(title: str, rows: "pandas.DataFrame") -> Table:
     Each checkpoint, or run, has a column for its mean and one for its null.
     """
     keys = ["measure", "orientation", "pairs", "k"]
-    by_run = {
+    tables_by_run = {
         run: table.set_index(keys)
         for run, table in rows.groupby("checkpoint", sort=False)
     }
-    first_run = next(iter(by_run.values()))
+    first_run = next(iter(tables_by_run.values()))
+    # Rows are sorted by k within a choice.
     smallest_k = first_run.index[0][-1]
     cells = []
     for choice in first_run.index:
@@ -63,12 +65,12 @@ def choices_table(title: str, rows: "pandas.DataFrame") -> Table:
         # Only the first row of each choice says what it is.
         row = names if k == smallest_k else ["", "", ""]
         row.append(k)
-        for table in by_run.values():
+        for table in tables_by_run.values():
             row.append(f"{table.loc[choice, 'mean']:.3f}")
             row.append(f"{table.loc[choice, 'null']:.3f}")
         cells.append(row)
     numbers: list[object] = ["k"]
-    for run in by_run:
+    for run in tables_by_run:
         numbers += [run, "null"]
     caption = (
         "means over pairs of layers, different ones or all, and over prompts\n"
@@ -87,6 +89,7 @@ def table_of(
     """Return a table with columns of names, on the left, and of numbers."""
     table = Table(title=title, caption=caption)
     for name in names:
+        # Folded and not cut off: what is read must be whole, in a narrow terminal too.
         table.add_column(name, overflow="fold")
     for number in numbers:
         # Training steps are numbers.

@@ -9,7 +9,7 @@ from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import (
     OUT,
     AcrossTokens,
@@ -31,7 +31,7 @@ from tl_coupling.saved import Saved
 def tokens(
     setup: OneModel,
     comparing: Comparing,
-    across: AcrossTokens,
+    token_choices: AcrossTokens,
     prompt: OnePrompt,
     positions: Annotated[
         list[int] | None,
@@ -71,14 +71,16 @@ def tokens(
                 positions=positions,
                 orientation=comparing.orientation,
                 progress=partial(run.bar, "Jacobians"),
-                **across.arguments(single_prompt),
+                **token_choices.arguments(single_prompt),
             )
 
-    with at_work(out) as work:
+    with work_in(out) as work:
         portraits = work.measured(setup, untrained, measure)
+        # A model may be narrower than the k that were asked for.
         ks = comparing.up_to(portraits["trained"].maps["self"].k)
         results = TokenResults(portraits, ks)
         work.save(results.to_save())
+        # Known only after the last measurement, and no part of the results.
         summary = results.summary() | {"seconds": work.seconds}
         work.finish(summary, results.pictures())
         work.shown.append(results.table())
@@ -96,7 +98,9 @@ class TokenResults:
         """The maps of each run under the names of their files."""
         return {
             role: {
-                name.replace(" ", "-"): result for name, result in portrait.maps.items()
+                # "fixed input" as part of a file's name.
+                name.replace(" ", "-"): result
+                for name, result in portrait.maps.items()
             }
             for role, portrait in self.portraits.items()
         }
@@ -177,10 +181,10 @@ class TokenResults:
         influence = self.influences["trained"]
         means = {
             role: {
-                name: getattr(of_run, name).mean(0).tolist()
+                name: getattr(result, name).mean(0).tolist()
                 for name in INFLUENCE_MEASURES
             }
-            for role, of_run in self.influences.items()
+            for role, result in self.influences.items()
         }
         return {
             "mean over": "layers, for each source position",

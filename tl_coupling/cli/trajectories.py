@@ -8,7 +8,7 @@ import typer
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command, renamed
-from tl_coupling.cli.console import Pictures, at_work
+from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import (
     OUT,
     OnePrompt,
@@ -18,7 +18,7 @@ from tl_coupling.cli.options import (
     training_step,
 )
 from tl_coupling.cli.tables import table_of
-from tl_coupling.cli.trajectory import SHAPES, MeasuredTrajectory, without_model
+from tl_coupling.cli.trajectory import SHAPES, MeasuredTrajectory, drop_model
 from tl_coupling.prompts import Prompt
 from tl_coupling.surveys import Source, checkpoint_sources
 from tl_coupling.trajectories import measure_trajectory
@@ -59,7 +59,7 @@ def compare_trajectories(
       --prompt "The capital of France is" --out two
     """
     single_prompt = prompt.single_prompt()
-    with at_work(out) as work:
+    with work_in(out) as work:
         measured_models: dict[str, MeasuredTrajectory] = {}
         for name, source in _sources(model, checkpoint):
             with work.console.stage(f"measuring {name} …"):
@@ -77,8 +77,9 @@ def compare_trajectories(
         summary = {"mean": means, "n_layers": depths, "provenance": provenance}
         work.finish(summary, _pictures(measured_models, black))
         rows = []
-        for name, of_shapes in means.items():
-            cells = [f"{mean:.3f}" for mean in of_shapes.values()]
+        for name, shape_means in means.items():
+            # Random steps score √n: models of different depths have different ones.
+            cells = [f"{mean:.3f}" for mean in shape_means.values()]
             rows.append([name, depths[name], *cells, f"{depths[name] ** 0.5:.3f}"])
         numbers = ["layers", *SHAPES.values(), "score of random steps"]
         table = table_of("trajectories", ["model"], numbers, rows, "mean over tokens")
@@ -112,8 +113,9 @@ def _measured(source: Source, setup: Setup, prompt: Prompt) -> MeasuredTrajector
     traced = tlc.trace(
         model, prompt, prepend_bos=setup.prepend_bos, final_norm=setup.final_norm
     )
+    # Without Jacobians and noise, which no picture of several models shows.
     result = measure_trajectory(traced, linear=False, noise=False)
-    return MeasuredTrajectory(without_model(traced), result)
+    return MeasuredTrajectory(drop_model(traced), result)
 
 
 def _pictures(measured_models: dict[str, MeasuredTrajectory], black: int) -> Pictures:
@@ -122,6 +124,7 @@ def _pictures(measured_models: dict[str, MeasuredTrajectory], black: int) -> Pic
     pictures: Pictures = {
         "trajectories.png": partial(tlc.plot_trajectories, traces, black=black)
     }
+    # Curves are of single tokens: other tokenizers cut the prompt otherwise.
     token_sequences = {tuple(traced.str_tokens) for traced in traces.values()}
     if len(token_sequences) == 1:
         results = {name: measured.result for name, measured in measured_models.items()}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
-from tl_coupling.cli.console import Pictures, Run, at_work
+from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
@@ -97,12 +97,13 @@ def trajectory(
                 relative_noise=not absolute_noise,
                 progress=partial(run.bar, "trajectory"),
             )
-        return MeasuredTrajectory(without_model(traced), result)
+        return MeasuredTrajectory(drop_model(traced), result)
 
-    with at_work(out) as work:
+    with work_in(out) as work:
         runs = work.measured(setup, untrained, measure)
         results = {role: measured.result for role, measured in runs.items()}
         work.save({role: {"trajectory": result} for role, result in results.items()})
+        # Known only after the last measurement, and no part of the results.
         summary = _summary(results) | {"seconds": work.seconds}
         work.finish(summary, _pictures(runs, measured_position))
         work.shown.append(_table(results))
@@ -116,14 +117,16 @@ class MeasuredTrajectory:
     result: TrajectoryResult
 
 
-def without_model(traced: Trace) -> Trace:
+def drop_model(traced: Trace) -> Trace:
     """Return a trace that can be drawn, while its model can be freed."""
+    # A picture needs the stream and the names of tokens alone.
     return replace(traced, model=nn.Identity(), blocks=())
 
 
 def _pictures(runs: dict[str, MeasuredTrajectory], black: int) -> Pictures:
     """Return the pictures by file name; the token `black` stands out in the paths."""
     traces = {role: measured.trace for role, measured in runs.items()}
+    # One trace alone has its views side by side, instead of one below the other.
     drawn = traces if len(traces) > 1 else traces["trained"]
     pictures: Pictures = {
         "trajectories.png": partial(tlc.plot_trajectories, drawn, black=black)
@@ -135,6 +138,7 @@ def _pictures(runs: dict[str, MeasuredTrajectory], black: int) -> Pictures:
     pictures["inverse_singular_values.png"] = partial(
         plots.plot_inverse_singular_values, results
     )
+    # Left out with --no-perturbation.
     if results["trained"].perturbation is not None:
         pictures["perturbation.png"] = partial(plots.plot_perturbation, results)
     return pictures
@@ -150,16 +154,16 @@ def _summary(results: dict[str, TrajectoryResult]) -> dict[str, object]:
         "random_steps_line_shape_score": math.sqrt(trained.n_layers),
         "window": trained.window,
         "position": None if linearisation is None else linearisation.position,
-        "mean": _of_tokens(results, lambda values: float(values.nanmean())),
-        "tokens": _of_tokens(results, lambda values: values.tolist()),
-        "undefined_tokens": _of_tokens(results, _undefined_tokens),
+        "mean": _read_shapes(results, lambda values: float(values.nanmean())),
+        "tokens": _read_shapes(results, lambda values: values.tolist()),
+        "undefined_tokens": _read_shapes(results, _undefined_tokens),
         "linearisation_mean_relative_error": _linear_errors(results),
         "perturbation": _noise_summary(results),
         "provenance": {role: result.provenance for role, result in results.items()},
     }
 
 
-def _of_tokens(
+def _read_shapes(
     results: dict[str, TrajectoryResult], read: Callable[[Tensor], object]
 ) -> dict[str, dict[str, object]]:
     """Return what `read` gives of the tokens' shapes, by run and measure."""
@@ -229,6 +233,7 @@ def _table(results: dict[str, TrajectoryResult]) -> Table:
 
 def _mean_cell(values: Tensor) -> str:
     """Return the mean over tokens, and for how many it is undefined."""
+    # A token that does not move at a layer has no direction there, and no score.
     n_undefined = int(values.isnan().sum())
     if n_undefined == len(values):
         return "undefined"

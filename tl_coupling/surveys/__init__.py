@@ -19,7 +19,7 @@ from tl_coupling.surveys.precision import (
     precision_sweep,
 )
 from tl_coupling.surveys.readings import (
-    in_words,
+    describe_pairs,
     joined,
     measure_table,
     one_orientation,
@@ -29,7 +29,7 @@ from tl_coupling.surveys.readings import (
 from tl_coupling.surveys.results import UNITS, open_survey
 from tl_coupling.surveys.settings import PAPER_PROMPT, Settings, as_prompts
 from tl_coupling.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
-from tl_coupling.surveys.variables import loss, measures, of_maps
+from tl_coupling.surveys.variables import loss, measures, measures_of_maps
 
 __all__ = [
     "Settings",

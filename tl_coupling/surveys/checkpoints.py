@@ -45,12 +45,14 @@ def pythia_steps(first: int = 1) -> tuple[int, ...]:
     """
     powers_of_two = [2**i for i in range(10)]
     thousands = [1000 * 2**i for i in range(8)]
+    # Log-spaced ones of those published: multiples of 1000 lie between the later ones.
     steps = [*powers_of_two, *thousands, 143_000]
     return tuple(step for step in steps if step >= first)
 
 
 def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
     """Return a sort key of checkpoints and names: numbers in them by value."""
+    # Parentheses keep the digits: "step10" gives "step", "10" and "".
     parts = re.split(r"(\d+)", str(checkpoint))
     return [_part_order(part) for part in parts]
 
@@ -58,6 +60,7 @@ def step_order(checkpoint: Checkpoint) -> list[tuple[bool, int, str]]:
 def _part_order(part: str) -> tuple[bool, int, str]:
     """Return the sort key of digits, or of what stands between them."""
     if part.isdecimal():
+        # The text last: "01" and "1" have one value, and still an order.
         return True, int(part), part
     return False, 0, part
 
@@ -75,6 +78,7 @@ def local_checkpoints(folder: AnyPath) -> dict[int, Path]:
         [0, 2]
     """
     path_of_step: dict[int, Path] = {}
+    # Sorted, so that an error names the same two folders on every machine.
     for path in sorted(file.parent for file in Path(folder).glob("*/config.json")):
         digits = re.search(r"\d+$", path.name)
         if digits is None:
@@ -141,6 +145,7 @@ def is_cached(source: QuantizedSource) -> bool:
     checkpoint = source.get("checkpoint")
     revisions: list[str | None] = [None]
     if checkpoint is not None:
+        # The names under which hub models publish their steps.
         revisions = [str(checkpoint), f"step{checkpoint}", f"checkpoint-{checkpoint}"]
     return any(
         isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)

@@ -107,6 +107,7 @@ def submitted(
         try:
             while batch := list(islice(unsubmitted, _MOST_IN_AN_ARRAY)):
                 with getattr(executor, "batch", nullcontext)():
+                    # Preemptible: with other executors the same as the bare function.
                     futures |= {
                         key: executor.submit(Preemptible(function), *arguments)
                         for key, arguments in batch
@@ -185,6 +186,7 @@ def _undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
+        # None for a handler of foreign code, which Python cannot put back.
         signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
 
 
@@ -227,10 +229,10 @@ class ProcessPool(concurrent.futures.Executor):
 
     def __init__(self, workers: Count) -> None:
         n_cores = os.cpu_count() or 1
-        most = max(_ALWAYS_TAKEN, 4 * n_cores)
-        if workers > most:
+        max_workers = max(_ALWAYS_TAKEN, 4 * n_cores)
+        if workers > max_workers:
             raise ValueError(
-                f"`workers` must be at most {most} on this machine of {n_cores} cores: "
+                f"`workers` must be at most {max_workers} on this machine of {n_cores} cores: "
                 f"each is a process with a model of its own; got {workers}"
             )
         self.workers = workers
@@ -271,6 +273,8 @@ class ProcessPool(concurrent.futures.Executor):
                 answer = _Answer(*_heard(worker))
             except (EOFError, ConnectionError):
                 self._own.worker = None
+                # No worker ever got as far as to wait for calls: trying again would
+                # fail the same way.
                 if not (self._has_begun or self._is_aborting):
                     raise OSError(
                         "the workers died before they began: a script that uses a "
@@ -297,6 +301,8 @@ class ProcessPool(concurrent.futures.Executor):
             if self._is_aborting:
                 raise EOFError
             pipe, their_pipe = self._context.Pipe()
+            # Threads of all workers together are as many as cores: more would wait for
+            # each other.
             n_threads = max(1, (os.cpu_count() or 1) // self.workers)
             process = self._context.Process(
                 target=_serve, args=(their_pipe, n_threads), daemon=True
@@ -309,6 +315,8 @@ class ProcessPool(concurrent.futures.Executor):
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             process.start()
             self._processes.append(process)
+        # The process has its own copy; while this one is open, the pipe would outlive
+        # its death.
         their_pipe.close()
         worker = _Worker(process, pipe)
         # That it has begun.
@@ -327,6 +335,7 @@ class ProcessPool(concurrent.futures.Executor):
             self._is_aborting = True
             for process in self._processes:
                 process.kill()
+        # Threads that wait for a killed process get EOFError, and end.
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.join()
@@ -387,6 +396,7 @@ def _serve(pipe: Connection, n_threads: int) -> None:
             try:
                 pipe.send((has_succeeded, value))
             except Exception as error:
+                # `send` pickles; a result or an error of a library may not bear that.
                 text = f"{value!r} cannot be sent from its process: {error}"
                 pipe.send((False, RuntimeError(text)))
 
@@ -404,4 +414,5 @@ def _answer(
 def _end_with_parent() -> None:
     """Wait for the end of the process that started this one, and end as well."""
     multiprocessing.parent_process().join()  # type: ignore[union-attr]
+    # Without cleaning up: the main thread may be deep in a computation.
     os._exit(1)

@@ -42,11 +42,12 @@ class KeptPrompts:
 
     def __init__(self, folder: Path, unit: Unit) -> None:
         self.folder = kept_folder(folder, unit)
-        self._of_unit = {
+        self._unit_subject = {
             "plan": plan_digest(folder),
             "what": unit.subject,
             "facts": unit.facts,
         }
+        # Measured, and not yet written.
         self._waiting: list[tuple[Prompt, xarray.Dataset]] = []
         self._written_at = time.monotonic()
 
@@ -99,7 +100,7 @@ class KeptPrompts:
 
     def _unit_of(self, prompt: Prompt) -> Unit:
         """Return a prompt as a unit of work of its own."""
-        subject = {**self._of_unit, "prompt": [prompt.id, prompt.text]}
+        subject = {**self._unit_subject, "prompt": [prompt.id, prompt.text]}
         return Unit(file_name(prompt.id), subject)
 
 
@@ -115,4 +116,5 @@ def n_kept(folder: Path, unit: Unit) -> int:
 
 def forget(folder: Path, unit: Unit) -> None:
     """Remove the prompts of a unit that is finished."""
+    # What cannot be removed does no harm: the result counts from now on.
     shutil.rmtree(kept_folder(folder, unit), ignore_errors=True)

@@ -14,7 +14,7 @@ from tl_coupling.surveys.units import Folder
 Files = dict[str, list[str | int]]
 
 
-def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
+def attach_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
     """Return units with a description of the files that their model is read from.
 
     Hub models have none.
@@ -35,6 +35,7 @@ def with_files(results: Folder, units: Sequence[Unit]) -> list[Unit]:
         content = record(results.path, unit) or {}
         if not _is_measured(results, content):
             names_to_measure.add(name)
+        # A description of the last run spares reading files whose state is the same.
         elif FILES in content:
             _check_unchanged(results, name, content["files"])
             measured_files[name] = content["files"]

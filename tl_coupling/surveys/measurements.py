@@ -103,13 +103,13 @@ def measured_prompts(
     again.
     """
 
-    def of_prompt(traced: Trace) -> "xarray.Dataset":
-        return _of_prompt(traced, settings)
+    def measure(traced: Trace) -> "xarray.Dataset":
+        return _measure_prompt(traced, settings)
 
-    return of_each_prompt(model, prompts, settings, of_prompt, progress, kept)
+    return measure_each_prompt(model, prompts, settings, measure, progress, kept)
 
 
-def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
+def _measure_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     """Return every measure of one traced prompt; each Jacobian is computed once."""
     maps = depth_couplings(
         traced,
@@ -127,7 +127,7 @@ def _of_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
     return data
 
 
-def of_each_prompt(
+def measure_each_prompt(
     model: nn.Module,
     prompts: Sequence[Prompt],
     settings: Settings,
@@ -147,7 +147,7 @@ def of_each_prompt(
         _check_kinds(model, prompts)
         _check_lengths(model, prompts, settings)
 
-    def of_prompt(prompt: Prompt) -> "xarray.Dataset":
+    def measure_prompt(prompt: Prompt) -> "xarray.Dataset":
         with _errors_of(prompt):
             traced = trace(
                 model,
@@ -157,13 +157,16 @@ def of_each_prompt(
             )
             return measure(traced)
 
+    # `map` is lazy: each prompt is measured when it is asked for, so that `kept` can
+    # write it before the next.
     missing = prompts if kept is None else kept.missing(prompts)
     watched = with_progress(missing, progress, "prompts")
-    measured: Iterator[xarray.Dataset] = map(of_prompt, watched)
+    measured: Iterator[xarray.Dataset] = map(measure_prompt, watched)
     if kept is not None:
         measured = kept.joined(prompts, missing, measured)
-    of_prompts = list(measured)
-    data = xarray.concat(of_prompts, "prompt", combine_attrs="drop_conflicts")
+    prompt_datasets = list(measured)
+    # What all prompts share of the provenance stays.
+    data = xarray.concat(prompt_datasets, "prompt", combine_attrs="drop_conflicts")
     ids = [prompt.id for prompt in prompts]
     tasks = [prompt.task or "" for prompt in prompts]
     return data.assign_coords(prompt=ids, task=("prompt", tasks))

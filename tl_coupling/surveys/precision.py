@@ -32,8 +32,8 @@ from tl_coupling.surveys.checkpoints import (
     Source,
     is_local,
 )
-from tl_coupling.surveys.local_models import check_files, with_files
-from tl_coupling.surveys.measurements import of_each_prompt
+from tl_coupling.surveys.local_models import attach_files, check_files
+from tl_coupling.surveys.measurements import measure_each_prompt
 from tl_coupling.surveys.settings import (
     PAPER_PROMPT,
     Prompts,
@@ -188,7 +188,7 @@ def precision_sweep(
     with _folder_or_temporary(folder) as path:
         results = Folder(path, plan, temporary=folder is None)
         with results.held():
-            units = with_files(results, units)
+            units = attach_files(results, units)
             sweep = _Sweep(
                 prompts=named_prompts,
                 settings=settings,
@@ -212,6 +212,8 @@ def precision_sweep(
         warn_caller(
             f"{len(failed)} of {len(sources)} precisions failed: {one_line(failed)}"
         )
+    # With itself: overlaps of 1 and changes of 0, so that all precisions have the same
+    # variables.
     measured[first] = _compared(measured[first], measured[first], first)
     return _joined(measured, str(name), failed)
 
@@ -271,14 +273,16 @@ class _Sweep:
         is_first = precision == self.first.subject["precision"]
         reference = None if is_first else load_unit(self.folder, self.first)
         model = load_model(**source, **self.loading)
-        architecture = _Architecture.of(model, is_gguf(source["name"]))
+        architecture = _Architecture.from_model(model, is_gguf(source["name"]))
         # Older results do not hold it.
         if reference is not None and "architecture" in reference.attrs:
-            of_reference = _Architecture.from_json(reference.attrs["architecture"])
-            _check_architecture(architecture, of_reference, precision)
+            reference_architecture = _Architecture.from_json(
+                reference.attrs["architecture"]
+            )
+            _check_architecture(architecture, reference_architecture, precision)
         if precision == "bfloat16":
             _round_to_bfloat16(model)
-        measured = of_each_prompt(
+        measured = measure_each_prompt(
             model,
             self.prompts,
             self.settings,
@@ -306,8 +310,8 @@ def _joined(
     import xarray
 
     provenance = {
-        precision: json.loads(of_precision.attrs["provenance"])
-        for precision, of_precision in measured.items()
+        precision: json.loads(precision_data.attrs["provenance"])
+        for precision, precision_data in measured.items()
     }
     data = xarray.concat(
         list(measured.values()), "precision", combine_attrs="drop_conflicts"
@@ -358,6 +362,7 @@ def _moved(values: "xarray.DataArray", measure: str, k: int | None) -> Iterator[
     for precision in values["precision"].values.tolist():
         value = values.sel(precision=precision).values
         change = changes.sel(precision=precision).values
+        # One prompt has no spread.
         spread = float("nan")
         if len(change) > 1:
             spread = float(np.std(change, ddof=1))
@@ -396,6 +401,7 @@ def _labelled_source(text: str, weights: Source) -> tuple[str, QuantizedSource]:
     """
     label, equals, model = text.partition("=")
     if label and model:
+        # Kept in the plan: a folder is the same from wherever a run starts.
         name = str(Path(model).resolve()) if is_local(model) else model
         return label, {"name": name}
     if equals or text not in PRECISIONS:
@@ -434,11 +440,11 @@ class _Architecture:
     sizes: dict[str, int | None]
 
     @classmethod
-    def of(cls, model: nn.Module, in_gguf: bool) -> "_Architecture":
+    def from_model(cls, model: nn.Module, is_from_gguf: bool) -> "_Architecture":
         """Return the architecture of a model, as far as it is known."""
         name = _class_name(model)
         classes = [name]
-        if in_gguf and name in _ALIKE_IN_GGUF:
+        if is_from_gguf and name in _ALIKE_IN_GGUF:
             classes = [*_ALIKE_IN_GGUF]
         sizes = {size: getattr(model.cfg, size, None) for size in _SIZES}
         # Some configurations leave it out where there are no fewer.
@@ -523,23 +529,29 @@ def _compared(
     ks = measured["k"].values.tolist()
     for side in _VECTORS:
         vectors = torch.from_numpy(measured[side].values)
-        of_reference = torch.from_numpy(reference[side].values)
+        reference_vectors = torch.from_numpy(reference[side].values)
         overlaps = [
-            subspace_overlap(of_reference[..., :k].mT @ vectors[..., :k]) for k in ks
+            # Vectors are columns, `[prompt layer width k]`: the product holds their
+            # cosines.
+            subspace_overlap(reference_vectors[..., :k].mT @ vectors[..., :k])
+            for k in ks
         ]
         measured[f"{side}_overlap"] = (
             ("prompt", "k", "layer"),
             torch.stack(overlaps, 1).numpy(),
         )
     change = measured["coupling"] - reference["coupling"]
-    of_pairs = (change**2).where(change["layer"] != change["other_layer"])
-    measured["pair_change"] = np.sqrt(of_pairs.mean(("layer", "other_layer")))
+    # A layer is coupled with itself at every precision.
+    squared_changes = (change**2).where(change["layer"] != change["other_layer"])
+    measured["pair_change"] = np.sqrt(squared_changes.mean(("layer", "other_layer")))
+    # `[prompt layer singular_value]`, each with the one of the same rank.
     relative = abs(measured["singular_values"] / reference["singular_values"] - 1)
     largest = relative.isel(singular_value=0, drop=True)
     measured["largest_singular_value_change"] = largest
     measured["singular_values_change"] = relative.mean("singular_value")
     # Needed of the reference alone, while others are compared with it.
     measured.attrs.pop("architecture", None)
+    # The vectors take most of the room, and were needed for overlaps alone.
     return measured.drop_vars([*_VECTORS, "tokens"])
 
 

@@ -20,10 +20,10 @@ PAIRS = {False: "different", True: "all"}
 
 def pairs_of_layers(data: "xarray.Dataset") -> str:
     """Say which pairs of layers the means in the data are over."""
-    return in_words(bool(data.attrs.get("diagonal", 0)))
+    return describe_pairs(bool(data.attrs.get("diagonal", 0)))
 
 
-def in_words(diagonal: bool) -> str:
+def describe_pairs(diagonal: bool) -> str:
     """Say which pairs of layers: all of them, or different ones."""
     if diagonal:
         return "all pairs of layers, l = l' among them"
@@ -55,17 +55,18 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
         return data
     changed = {}
     for measure in measured_in(data.data_vars):
-        mean, null = _over_pairs(data, measure, diagonal)
+        mean, null = _mean_and_null(data, measure, diagonal)
         changed[mean_name(measure)] = mean
         changed[null_name(measure)] = null
     changed = {
+        # As they were: arithmetic on datasets reorders dimensions and drops attributes.
         name: values.transpose(*data[name].dims).assign_attrs(data[name].attrs)
         for name, values in changed.items()
     }
     return data.assign(changed).assign_attrs(diagonal=int(diagonal))
 
 
-def _over_pairs(
+def _mean_and_null(
     data: "xarray.Dataset", measure: str, diagonal: bool
 ) -> "tuple[xarray.DataArray, xarray.DataArray]":
     """Return the mean of a measure and its null over the other choice of pairs."""
@@ -85,6 +86,8 @@ def _over_pairs(
     own_share = values.where(is_own).mean(("layer", "other_layer")) / n_layers
     null = data[null_name(measure)]
     if diagonal:
+        # Of n² pairs n (n − 1) are of different layers, so that their null counts by
+        # (n − 1) / n; below, that of all pairs is taken apart again.
         return mean, null * (n_layers - 1) / n_layers + own_share
     return mean, (null - own_share) * n_layers / (n_layers - 1)
 
@@ -93,8 +96,10 @@ def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
     """Return the data of every run's prompts as one; the runs are its checkpoints."""
     import xarray
 
-    of_runs = [xarray.concat(of_prompts, "prompt") for of_prompts in runs.values()]
-    data = xarray.concat(of_runs, "checkpoint")
+    run_datasets = [
+        xarray.concat(prompt_datasets, "prompt") for prompt_datasets in runs.values()
+    ]
+    data = xarray.concat(run_datasets, "checkpoint")
     return data.assign_coords(checkpoint=list(runs))
 
 
@@ -163,22 +168,23 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
 
     tables = []
     for diagonal, pairs in PAIRS.items():
-        of_pairs = with_diagonal(data, diagonal)
+        pairs_data = with_diagonal(data, diagonal)
         for orientation in orientations_of(data):
-            of_choice = one_orientation(of_pairs, orientation)
-            for measure in measured_in(of_choice.data_vars):
-                table = _over_prompts(of_choice, measure)
+            choice_data = one_orientation(pairs_data, orientation)
+            for measure in measured_in(choice_data.data_vars):
+                table = _prompt_statistics(choice_data, measure)
                 tables.append(
                     table.assign(measure=measure, orientation=orientation, pairs=pairs)
                 )
+    # A model that has no such checkpoint has a row of NaN in the table.
     rows = pandas.concat(tables).dropna(subset=["mean"])
-    of_model = [name for name in ("model", "checkpoint") if name in data.dims]
+    run_columns = [name for name in ("model", "checkpoint") if name in data.dims]
     choices = ["measure", "orientation", "pairs", "k"]
-    columns = [*of_model, *choices, "mean", "spread", "null"]
+    columns = [*run_columns, *choices, "mean", "spread", "null"]
     return rows[columns].reset_index(drop=True)
 
 
-def _over_prompts(data: "xarray.Dataset", measure: str) -> "pandas.DataFrame":
+def _prompt_statistics(data: "xarray.Dataset", measure: str) -> "pandas.DataFrame":
     """Return mean, spread and null of one measure over prompts, a row for each k."""
     import pandas
 

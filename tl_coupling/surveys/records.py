@@ -78,8 +78,8 @@ def record(folder: Path, unit: Unit) -> Record | None:
 
 def write_record(folder: Path, unit: Unit, content: Record) -> None:
     """Write what is known of a unit: what it measures, its facts, and `content`."""
-    whole = {"what": unit.subject, **unit.facts, **content}
-    _write_json(folder / f"{unit.key}.json", whole)
+    whole_record = {"what": unit.subject, **unit.facts, **content}
+    _write_json(folder / f"{unit.key}.json", whole_record)
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
@@ -99,6 +99,8 @@ def plan_digest(folder: Path) -> str | None:
     """
     with suppress(OSError):
         state = (folder / PLAN).stat()
+        # A plan that was replaced has another inode or time, and so another place in
+        # the cache.
         return _digest_of_plan(folder, state.st_ino, state.st_size, state.st_mtime_ns)
     return None
 
@@ -121,6 +123,7 @@ def is_finished(folder: Path, unit: Unit) -> bool:
         return False
     if content.get("status") != "finished":
         return False
+    # As JSON, which makes lists of tuples: that is what the record holds.
     if content.get("what") != json.loads(json.dumps(unit.subject)):
         return False
     return content.get("sha256") == checksum(path)
@@ -162,19 +165,20 @@ def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> "xarray.Dataset
 @contextmanager
 def writes_alone() -> Iterator[None]:
     """Keep other threads of this process from writing netCDF."""
-    with ExitStack() as at_end:
-        at_end.enter_context(_netcdf)
+    with ExitStack() as stack:
+        stack.enter_context(_netcdf)
         # Where a client of dask was made in this process, xarray asks its scheduler for
         # a lock on every file, though it may have died long ago.
         if "dask" in sys.modules:
             import dask
 
-            at_end.enter_context(dask.config.set(scheduler="threads"))
+            stack.enter_context(dask.config.set(scheduler="threads"))
         yield
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     """Return a JSON object; `None` for none, or one that was changed since."""
+    # A damaged file may hold anything, thousands of open brackets among it.
     with suppress(OSError, ValueError, RecursionError):
         content = json.loads(path.read_text())
         if isinstance(content, dict):

@@ -40,7 +40,7 @@ _SAME_FOR_ALL = {"device", "versions"}
 _WEIGHTS = "weights_digest"
 _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 # What the record of a survey's unit says of it.
-_OF_A_SURVEY = {"model", "checkpoint", "source", "prompts"}
+_SURVEY_KEYS = {"model", "checkpoint", "source", "prompts"}
 # A model and a checkpoint: the units of its prompts make one piece of data.
 Cell = tuple[str, Checkpoint]
 Provenance = dict[str, Any]
@@ -74,6 +74,7 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         (12, '{}')
     """
     path = Path(folder)
+    # The folder of a command may be given as well as that of its units.
     is_of_a_command = not (path / PLAN).exists() and (path / UNITS / PLAN).exists()
     results = Folder(path / UNITS if is_of_a_command else path)
     if results.plan.get("kind") != "survey":
@@ -92,6 +93,7 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
 def _errors(folder: Folder, finished_keys: set[str]) -> dict[str, str]:
     """Return why units are not finished, by key."""
     records = records_of(folder)
+    # A dot in front is that of a file which is being written.
     result_keys = {path.stem for path in folder.path.glob("[!.]*.nc")}
     unfinished_keys = records.keys() - finished_keys
     # Of a result without a record nobody knows whether it is whole.
@@ -120,7 +122,7 @@ def records_of(folder: Folder) -> dict[str, Record]:
 
 def _is_of_a_survey(content: Record) -> bool:
     subject = content.get("what")
-    return isinstance(subject, dict) and subject.keys() >= _OF_A_SURVEY
+    return isinstance(subject, dict) and subject.keys() >= _SURVEY_KEYS
 
 
 def finished_units(folder: Folder) -> list[Unit]:
@@ -145,18 +147,22 @@ def joined_units(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
         for unit, piece in pieces.items()
     }
     records = records_of(folder)
-    of_models = []
+    model_datasets = []
     for model in models:
-        of_checkpoints = {
+        checkpoint_data = {
             label: _joined_prompts(cells[model, label], pieces, provenances, records)
             for label in labels
             if (model, label) in cells
         }
-        of_model = _concat(list(of_checkpoints.values()), "checkpoint")
-        of_models.append(of_model.assign_coords(checkpoint=list(of_checkpoints)))
+        model_data = _concat(list(checkpoint_data.values()), "checkpoint")
+        model_datasets.append(
+            model_data.assign_coords(checkpoint=list(checkpoint_data))
+        )
     ids, tasks, texts = zip(*folder.plan["prompts"], strict=True)
     task_names = [task or "" for task in tasks]
-    data = _concat(of_models, "model").assign_coords(model=models)
+    data = _concat(model_datasets, "model").assign_coords(model=models)
+    # Joined in the order in which they appear: all prompts of the plan, measured or
+    # not, in its order.
     data = data.reindex(prompt=list(ids), checkpoint=labels)
     data = data.assign_coords(task=("prompt", task_names), text=("prompt", list(texts)))
     sources = {unit.subject["model"]: unit.subject["source"]["name"] for unit in units}
@@ -172,7 +178,7 @@ def joined_units(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
     }
     data = data.assign_attrs(weights_digests=json.dumps(digests))
     _warn_of_same_weights(cells, provenances, records)
-    return _with_differences(data, folder, cells, provenances)
+    return _attach_differences(data, folder, cells, provenances)
 
 
 def _cells(units: Sequence[Unit]) -> dict[Cell, list[Unit]]:
@@ -180,12 +186,12 @@ def _cells(units: Sequence[Unit]) -> dict[Cell, list[Unit]]:
     # Steps beside "main" or "untrained" are text, as these are.
     checkpoint_types = {type(unit.subject["checkpoint"]) for unit in units}
     is_mixed = len(checkpoint_types) > 1
-    in_order = sorted(
+    sorted_units = sorted(
         units,
         key=lambda unit: (step_order(unit.subject["model"]), unit.subject["prompts"]),
     )
     cells: dict[Cell, list[Unit]] = {}
-    for unit in in_order:
+    for unit in sorted_units:
         checkpoint = unit.subject["checkpoint"]
         label = str(checkpoint) if is_mixed else checkpoint
         cells.setdefault((unit.subject["model"], label), []).append(unit)
@@ -205,10 +211,12 @@ def _joined_prompts(
     # Not every system says how much memory was used.
     seconds = [records[unit.key].get("seconds") or float("nan") for unit in units]
     memory = [records[unit.key].get("peak_memory") or float("nan") for unit in units]
+    # Units of one model add up in time; in memory only if they run at once, which
+    # nobody knows.
     return data.assign({**facts, "seconds": sum(seconds), "peak_memory": max(memory)})
 
 
-def _with_differences(
+def _attach_differences(
     data: "xarray.Dataset",
     folder: Folder,
     cells: Mapping[Cell, Sequence[Unit]],
@@ -221,11 +229,12 @@ def _with_differences(
     """
     differing = _SAME_FOR_ALL - _common(provenances.values()).keys()
     for units in cells.values():
-        of_cell = [provenances[unit] for unit in units]
-        common_keys = _common(of_cell).keys()
-        for provenance in of_cell:
+        cell_provenances = [provenances[unit] for unit in units]
+        common_keys = _common(cell_provenances).keys()
+        for provenance in cell_provenances:
             differing |= provenance.keys() - common_keys
-        digests = {provenance.get(_WEIGHTS) for provenance in of_cell}
+        digests = {provenance.get(_WEIGHTS) for provenance in cell_provenances}
+        # Units without a digest are no sign of other weights.
         if None in digests:
             differing -= {_WEIGHTS}
     if not differing:
@@ -235,11 +244,11 @@ def _with_differences(
         f"the units in {folder.path} were not all measured alike: {', '.join(names)} "
         "differ; attrs['provenance_by_unit'] says how"
     )
-    by_unit = {
+    values_by_unit = {
         unit.key: {name: provenance.get(name) for name in names}
         for unit, provenance in provenances.items()
     }
-    return data.assign_attrs(provenance_by_unit=json.dumps(by_unit))
+    return data.assign_attrs(provenance_by_unit=json.dumps(values_by_unit))
 
 
 def _warn_of_same_weights(
@@ -330,9 +339,9 @@ def _memory() -> int:
 
 def _common(provenances: Iterable[Provenance]) -> Provenance:
     """Return the entries that are the same in all."""
-    first, *others = provenances
+    first, *other_provenances = provenances
     return {
         key: value
         for key, value in first.items()
-        if all(other.get(key) == value for other in others)
+        if all(provenance.get(key) == value for provenance in other_provenances)
     }

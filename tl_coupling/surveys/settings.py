@@ -11,7 +11,7 @@ from tl_coupling.trajectories import Window
 Prompts = str | Prompt | Sequence[str | Prompt]
 PAPER_PROMPT = "What is the capital of France? The capital is"
 # What surveys hold that were made before others could be chosen.
-_OF_THE_PAPERS: tuple[MeasureName, ...] = (
+_PAPER_MEASURES: tuple[MeasureName, ...] = (
     "coupling",
     "normalized_miscoupling",
     "miscoupling",
@@ -19,7 +19,7 @@ _OF_THE_PAPERS: tuple[MeasureName, ...] = (
     "captured_energy",
 )
 IMPLIED = {
-    "measures": list(_OF_THE_PAPERS),
+    "measures": list(_PAPER_MEASURES),
     "p": 2,
     "absolute": False,
     "diagonal": False,
@@ -70,7 +70,7 @@ class Settings:
     prepend_bos: bool | None = None
     window: Window = 11
     n_singular_values: Count = 10
-    measures: tuple[MeasureName, ...] = _OF_THE_PAPERS
+    measures: tuple[MeasureName, ...] = _PAPER_MEASURES
     p: Norm = 2
     absolute: bool = False
     diagonal: bool = False
@@ -102,6 +102,8 @@ class Settings:
 
     def largest(self, d_model: int) -> int:
         """Return how many singular vectors are needed of a model that wide."""
+        # A k beyond the width is an error of the comparison; singular values are simply
+        # as many as there are.
         return max(*self.k, min(self.n_singular_values, d_model))
 
     def as_plan(self) -> dict[str, object]:
@@ -128,12 +130,12 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
     Raises ValueError where there are none, or an id twice.
     """
     texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
-    with_ids = [
+    named_prompts = [
         prompt if isinstance(prompt, Prompt) else Prompt(prompt, str(number))
         for number, prompt in enumerate(texts_or_prompts)
     ]
-    if not with_ids:
+    if not named_prompts:
         raise ValueError("`prompts` is empty: wanted at least one")
-    if len({prompt.id for prompt in with_ids}) < len(with_ids):
+    if len({prompt.id for prompt in named_prompts}) < len(named_prompts):
         raise ValueError("the ids of `prompts` must differ")
-    return with_ids
+    return named_prompts

@@ -38,7 +38,7 @@ from tl_coupling.surveys.checkpoints import (
 )
 from tl_coupling.surveys.executors import Executor
 from tl_coupling.surveys.kept import KeptPrompts
-from tl_coupling.surveys.local_models import check_files, with_files
+from tl_coupling.surveys.local_models import attach_files, check_files
 from tl_coupling.surveys.measurements import measured_prompts
 from tl_coupling.surveys.records import Unit
 from tl_coupling.surveys.results import (
@@ -127,6 +127,7 @@ class Survey:
         self._check_models(models)
         self._check_untrained()
         self._check_checkpoints(list(models))
+        # The way that frozen dataclasses leave open to their own initialisation.
         object.__setattr__(self, "models", models)
         object.__setattr__(self, "prompts", as_prompts(self.prompts))
 
@@ -178,18 +179,18 @@ class Survey:
 
     def _check_checkpoints(self, names: list[str]) -> None:
         """Raise where checkpoints are of no model, none, mixed or there twice."""
-        by_model: Mapping[str, Sequence[Checkpoint] | None]
+        checkpoints_by_model: Mapping[str, Sequence[Checkpoint] | None]
         if isinstance(self.checkpoints, Mapping):
-            by_model = self.checkpoints
+            checkpoints_by_model = self.checkpoints
         else:
-            by_model = dict.fromkeys(names, self.checkpoints)
-        unknown = set(by_model) - set(names)
+            checkpoints_by_model = dict.fromkeys(names, self.checkpoints)
+        unknown = set(checkpoints_by_model) - set(names)
         if unknown:
             raise ValueError(
                 "`checkpoints` names models that are not surveyed: "
                 f"{sorted(unknown)}; there are {names}"
             )
-        for checkpoints in by_model.values():
+        for checkpoints in checkpoints_by_model.values():
             if checkpoints is not None:
                 _check_alike(checkpoints)
         are_of_all = not isinstance(self.checkpoints, Mapping | None)
@@ -219,18 +220,20 @@ class Survey:
         """Yield the units of one model and checkpoint, some prompts each."""
         prompts = as_prompts(self.prompts)
         n_per_unit = self.prompts_per_unit or len(prompts)
+        # The name of the unit's files; `+` and a number where its prompts are several
+        # units.
         key = f"{file_name(model)}@{file_name(str(checkpoint))}"
         for first in range(0, len(prompts), n_per_unit):
-            of_unit = prompts[first : first + n_per_unit]
+            unit_prompts = prompts[first : first + n_per_unit]
             subject = {
                 "model": model,
                 "checkpoint": checkpoint,
                 "source": source,
-                "prompts": [first, first + len(of_unit)],
+                "prompts": [first, first + len(unit_prompts)],
             }
             is_whole = n_per_unit >= len(prompts)
             unit_key = key if is_whole else f"{key}+{first}"
-            yield Unit(unit_key, subject, UnitInputs(source, of_unit))
+            yield Unit(unit_key, subject, UnitInputs(source, unit_prompts))
 
     def _sources(self, model: str, name: str) -> dict[Checkpoint, Source]:
         """Return what `load_model` takes for each checkpoint of a model."""
@@ -238,6 +241,8 @@ class Survey:
         if isinstance(checkpoints, Mapping):
             checkpoints = checkpoints.get(model)
         path = Path(name)
+        # A model in HuggingFace format has a config; a folder of checkpoints has one in
+        # each.
         is_folder_of_many = path.is_dir() and not (path / "config.json").exists()
         if checkpoints is not None or is_folder_of_many:
             return checkpoint_sources(name, checkpoints)
@@ -400,6 +405,7 @@ def run(
         data = joined_units(results, finished_units(results))
         # Of this run: other models may have failed in earlier ones.
         data = data.assign_attrs(failed=json.dumps(failed))
+        # A temporary folder is about to go, and lazy values with it.
         return data.load() if folder is None else data
 
 
@@ -476,6 +482,7 @@ def checkpoint_sweep(
         checkpoint for checkpoint in checkpoints if str(checkpoint) not in failed
     ]
     model = units[0].subject["model"]
+    # Of these checkpoints alone, in the order asked for: the folder may hold others.
     data = data.sel(model=model, checkpoint=measured_checkpoints, drop=True)
     _check_depths(data, name)
     return data.drop_vars([*FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
@@ -498,11 +505,11 @@ def _check_depths(data: "xarray.Dataset", name: AnyPath) -> None:
 @contextmanager
 def _results_folder(survey: Survey, folder: AnyPath | None) -> Iterator[Folder]:
     """Open the folder of results, or one that is removed after the block."""
-    with ExitStack() as at_end:
+    with ExitStack() as stack:
         is_temporary = folder is None
         if folder is None:
-            folder = at_end.enter_context(tempfile.TemporaryDirectory())
-        path = at_end.enter_context(output_folder(os.fspath(folder)))
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        path = stack.enter_context(output_folder(os.fspath(folder)))
         yield Folder(path, survey.plan(), is_temporary, IMPLIED)
 
 
@@ -520,7 +527,7 @@ def _outcomes(
     # What is there is still there when the units are run.
     with results.held():
         _check_names(results, units)
-        described_units = with_files(results, units)
+        described_units = attach_files(results, units)
         texts = {prompt_id: text for prompt_id, _, text in results.plan["prompts"]}
         # Workers may have another working directory.
         folder = None if results.temporary else results.path.resolve()
@@ -564,6 +571,7 @@ def _check_names(results: Folder, units: Sequence[Unit]) -> None:
         if content.get("status") == "finished"
     ]
     models = {unit["model"]: _model_of(unit) for unit in measured_units}
+    # The reverse of `models`, as neither may stand for two.
     names = {_model_of(unit): unit["model"] for unit in measured_units}
     for unit in units:
         name = unit.subject["model"]
@@ -573,8 +581,8 @@ def _check_names(results: Folder, units: Sequence[Unit]) -> None:
         measured_model = models.get(name, model)
         if measured_model != model:
             raise ValueError(
-                f"{results.path} holds results of {_in_words(measured_model)} as "
-                f"{name!r}, asked for is {_in_words(model)}: "
+                f"{results.path} holds results of {_describe_model(measured_model)} as "
+                f"{name!r}, asked for is {_describe_model(model)}: "
                 "give it another name, or choose another folder"
             )
         # Two spellings of one path would be two models.
@@ -598,6 +606,6 @@ def _model_of(subject: Mapping[str, Any]) -> _Model:
     return name, source.get("quantization")
 
 
-def _in_words(model: _Model) -> str:
+def _describe_model(model: _Model) -> str:
     name, quantization = model
     return repr(name) if quantization is None else f"{name!r} in {quantization}"

@@ -162,6 +162,7 @@ class Folder:
         plan = read_plan(self.path)
         if plan is not None:
             plan = {**self._implied, **plan}
+        # Without results a plan binds nobody, and a new one may replace it.
         if self._requested_plan is not None and not has_results:
             return plan != self._requested_plan
         self._check_plan(plan, has_results)
@@ -268,12 +269,13 @@ class Folder:
                 try:
                     status, error_text = ended.futures[unit].result()
                     outcomes[unit] = Outcome(unit, status, error_text)
+                # A full disk or a lost drive is no fault of one unit: the run ends.
                 except OSError:
                     raise
                 # The CancelledError of dask and asyncio is not an Exception.
                 except (Exception, CancelledError) as error:
                     # The worker is gone, perhaps after its last write.
-                    outcomes[unit] = _after_error(
+                    outcomes[unit] = _record_error(
                         self.path, unit, error, "computed", plan
                     )
         return [outcomes[unit] for unit in units]
@@ -313,14 +315,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
     Two runs would write the same units and remove each other's unfinished files.
     """
-    with ExitStack() as at_end:
+    with ExitStack() as stack:
         # A lock ends with its process. Where there are none (Windows, some network
         # drives), nothing is checked.
         with suppress(ImportError, OSError):
             import fcntl
 
+            # The folder itself is locked, so that no lock file is left over.
             handle = os.open(folder, os.O_RDONLY)
-            at_end.callback(os.close, handle)
+            stack.callback(os.close, handle)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -345,6 +348,7 @@ def run_unit(
         return Outcome(unit, "failed", _OTHER_PLAN)
     if is_finished(folder, unit):
         return Outcome(unit, "kept")
+    # Unfinished files of a run that was killed.
     remove_left_overs(folder, unit.key)
     start = time.perf_counter()
     try:
@@ -353,7 +357,7 @@ def run_unit(
     except Exception as error:
         # Another process may have finished the unit meanwhile, such as a worker whose
         # driver was killed: then it is kept.
-        return _after_error(folder, unit, error, "kept", plan)
+        return _record_error(folder, unit, error, "kept", plan)
     if plan_digest(folder) != plan:
         return Outcome(unit, "failed", _OTHER_PLAN)
     with writes_alone():
@@ -361,8 +365,10 @@ def run_unit(
             result_path(folder, unit),
             lambda unfinished: result.to_netcdf(unfinished, engine="netcdf4"),
         )
+    # After writing, which is part of the cost.
     seconds = round(time.perf_counter() - start, 3)
     _record_finished(folder, unit, plan, path, seconds)
+    # Only now that the record makes the result count.
     forget(folder, unit)
     return Outcome(unit, "computed")
 
@@ -409,7 +415,7 @@ def _run_elsewhere(
     return outcome.status, outcome.error
 
 
-def _after_error(
+def _record_error(
     folder: Path,
     unit: Unit,
     error: BaseException,

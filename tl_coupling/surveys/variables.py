@@ -40,7 +40,7 @@ Variable: TypeAlias = (
     float | int | str | tuple[str | tuple[str, ...], np.ndarray | list[float]]
 )
 # Entries of the provenance of one prompt alone.
-_OF_ONE_PROMPT = {
+_PROMPT_ENTRIES = {
     "prompt",
     "image",
     "tokens",
@@ -59,6 +59,8 @@ def loss(traced: Trace) -> float:
     """
     if traced.tokens is None or traced.n_pos < 2:
         return float("nan")
+    # The last token predicts what the prompt does not hold. With `final_norm` the
+    # stream at the end is normalised already.
     logits = traced.logits(traced.residual[-1, :-1], normalised=traced.final_norm)
     next_tokens = traced.tokens[1:].to(logits.device)
     return float(torch.nn.functional.cross_entropy(logits, next_tokens))
@@ -80,6 +82,7 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
     result = maps[0]
     # A model may have fewer blocks than a window has steps, and windows are odd.
     window = min(settings.window, traced.n_layers - 1 + traced.n_layers % 2)
+    # `[window token]`, a mean over tokens whose score is defined.
     windowed = line_shape_score(traced.residual, window).nanmean(1).cpu().numpy()
     singular_values = result.singular_values.cpu().numpy()
     variables: dict[str, Variable] = {
@@ -88,7 +91,7 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
         "windowed_line_shape_score": ("window", windowed),
         "loss": _loss_where_known(traced),
         "n_pos": traced.n_pos,
-        **_by_depth(traced),
+        **_depth_variables(traced),
         "remarks": "\n".join(traced.provenance["remarks"]),
     }
     coords = {
@@ -97,8 +100,8 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
         "window": np.arange(len(windowed)) + window // 2,
         "depth": range(traced.n_layers + 1),
     }
-    attrs = {"window": window, "provenance": json.dumps(_of_all_prompts(result))}
-    data = of_maps(maps, settings).assign(variables)
+    attrs = {"window": window, "provenance": json.dumps(_shared_provenance(result))}
+    data = measures_of_maps(maps, settings).assign(variables)
     return data.assign_coords(coords).assign_attrs(attrs)
 
 
@@ -107,7 +110,7 @@ def products_of_blocks(traced: Trace, position: int) -> dict[str, Variable]:
     result = products(traced, position=position, progress=False)
     low, high = result.alignment_gain_interval.unbind(-1)
     null_ratio = result.null_participation_ratio.mean(0)
-    by_layer = {
+    layer_values = {
         "log_largest": result.log_largest,
         "alignment_gain": result.alignment_gain,
         "alignment_gain_low": low,
@@ -115,7 +118,7 @@ def products_of_blocks(traced: Trace, position: int) -> dict[str, Variable]:
         "product_participation_ratio": result.participation_ratio,
         "null_product_participation_ratio": null_ratio,
     }
-    return {name: ("layer", values.numpy()) for name, values in by_layer.items()}
+    return {name: ("layer", values.numpy()) for name, values in layer_values.items()}
 
 
 def carried_by_branch(traced: Trace, settings: Settings) -> "xarray.Dataset":
@@ -133,13 +136,13 @@ def carried_by_branch(traced: Trace, settings: Settings) -> "xarray.Dataset":
     ).by_branch()
     ends = [result.null_interval(label) for label in result.labels]
     low, high = np.array(ends).T
-    by_layer = {
+    layer_shares = {
         "carried_share": result.by_layer("diagonal_share"),
         "jacobian_share": result.by_layer("jacobian_share"),
     }
     data = {
         name: (("layer", "branch"), shares.cpu().numpy())
-        for name, shares in by_layer.items()
+        for name, shares in layer_shares.items()
     }
     null = {"null_excess_low": ("branch", low), "null_excess_high": ("branch", high)}
     return xarray.Dataset({**data, **null}, {"branch": list(result.labels)})
@@ -150,42 +153,44 @@ def _shapes(traced: Trace, position: int) -> dict[str, Variable]:
     t = traced.position_index(position)
     variables: dict[str, Variable] = {}
     for shape in (line_shape_score, expodistance, equidistance):
-        of_tokens = shape(traced.residual)
-        variables[shape.__name__] = float(of_tokens[t])
-        variables[f"{shape.__name__}_all_tokens"] = float(of_tokens.nanmean())
+        token_values = shape(traced.residual)
+        variables[shape.__name__] = float(token_values[t])
+        variables[f"{shape.__name__}_all_tokens"] = float(token_values.nanmean())
     return variables
 
 
-def _of_all_prompts(result: CouplingMap) -> dict[str, object]:
+def _shared_provenance(result: CouplingMap) -> dict[str, object]:
     """Return the entries of the provenance that do not belong to one prompt alone."""
     provenance = {
         key: value
         for key, value in result.provenance.items()
-        if key not in _OF_ONE_PROMPT
+        if key not in _PROMPT_ENTRIES
     }
     if image := result.provenance.get("image"):
         provenance["preprocessing"] = image["preprocessing"]
     return provenance
 
 
-def of_maps(maps: Sequence[CouplingMap], settings: Settings) -> "xarray.Dataset":
+def measures_of_maps(
+    maps: Sequence[CouplingMap], settings: Settings
+) -> "xarray.Dataset":
     """Return the measures of one prompt's maps, one for each orientation.
 
     Two orientations make a dimension.
     """
     import xarray
 
-    of_orientations = [_of_map(result, settings) for result in maps]
+    orientation_datasets = [_map_measures(result, settings) for result in maps]
     orientations = [result.orientation for result in maps]
-    data = of_orientations[0]
+    data = orientation_datasets[0]
     attrs = data.attrs | {"orientation": ", ".join(orientations)}
     if len(maps) > 1:
-        data = xarray.concat(of_orientations, "orientation")
+        data = xarray.concat(orientation_datasets, "orientation")
         data = data.assign_coords(orientation=orientations)
     return data.assign_attrs(attrs)
 
 
-def _of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
+def _map_measures(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
     """Return the measures of one map of layers, their means over pairs, their nulls."""
     import xarray
 
@@ -198,7 +203,7 @@ def _of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
     }
     variables: dict[str, Variable] = {}
     for name in settings.measures:
-        variables |= _of_measure(result, name, settings)
+        variables |= _measure_variables(result, name, settings)
     profiles = [result.locality_profile(k).cpu().numpy() for k in settings.k]
     variables["locality"] = (("k", "distance"), np.stack(profiles))
     # netCDF has no booleans.
@@ -210,7 +215,7 @@ def _of_map(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
     return xarray.Dataset(variables, coords, attrs)
 
 
-def _of_measure(
+def _measure_variables(
     result: CouplingMap, name: MeasureName, settings: Settings
 ) -> dict[str, Variable]:
     """Return one measure of every pair, its mean over pairs and its null, at every k."""
@@ -218,25 +223,25 @@ def _of_measure(
     if measure.takes_options:
         measure = measure_named(name, p=settings.p, absolute=settings.absolute)
     off_diagonal = not settings.diagonal
-    of_pairs = [result.values(k, measure) for k in settings.k]
+    pair_values = [result.values(k, measure) for k in settings.k]
     if settings.diagonal or len(result.row_layers) > 1:
         own_pairs = result.own_pairs()
         means = [
             mean_over_pairs(values, own_pairs, name, off_diagonal)
-            for values in of_pairs
+            for values in pair_values
         ]
     else:
         # A model of one block has no pairs of different ones.
         means = [float("nan") for _ in settings.k]
     nulls = [result.null(k, measure, off_diagonal=off_diagonal) for k in settings.k]
     return {
-        name: (("k", "layer", "other_layer"), torch.stack(of_pairs).cpu().numpy()),
+        name: (("k", "layer", "other_layer"), torch.stack(pair_values).cpu().numpy()),
         mean_name(name): ("k", means),
         null_name(name): ("k", nulls),
     }
 
 
-def _by_depth(traced: Trace) -> dict[str, Variable]:
+def _depth_variables(traced: Trace) -> dict[str, Variable]:
     """Return how the stream grows, bends and comes to say something.
 
     Of each, the median over tokens.
@@ -246,15 +251,18 @@ def _by_depth(traced: Trace) -> dict[str, Variable]:
     entropy = torch.full(x.shape[:2], torch.nan, device=x.device)
     with suppress(ValueError):
         entropy = entropy_by_depth(traced)
-    of_tokens = {
+    token_values = {
         "step_length": ("layer", step_lengths(x)),
         "line_shape_score_by_depth": ("layer", line_shape_score_by_depth(x)),
         "norm": ("depth", norms(x)),
         "logit_lens_entropy": ("depth", entropy),
     }
-    return {name: (dim, _median(values)) for name, (dim, values) in of_tokens.items()}
+    return {
+        name: (dim, _median(values)) for name, (dim, values) in token_values.items()
+    }
 
 
-def _median(of_tokens: Tensor) -> np.ndarray:
+def _median(token_values: Tensor) -> np.ndarray:
     """Return the median over tokens, where they are defined, at every depth."""
-    return of_tokens.double().nanquantile(0.5, dim=1).cpu().numpy()
+    # torch's `nanmedian` takes the lower of two middle values, the quantile their mean.
+    return token_values.double().nanquantile(0.5, dim=1).cpu().numpy()
