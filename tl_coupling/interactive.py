@@ -37,9 +37,11 @@ __all__ = [
     "show_tokens",
 ]
 
+# Characters; labels stand beside the rows of a map, and above its columns.
 _LONGEST_LABEL = 14
 # Rows of a box that are shown before a reader asks for all.
 _MOST_UNFOLDED = 10
+# The ends of ColorBrewer's RdBu, which is safe for the colour-blind.
 _POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
 # Control characters, halves of characters, and what would turn the text after it
 # around.
@@ -159,6 +161,7 @@ def show_token_coupling(
         for name, result in named.items()
         for n in ks
     ]
+    # One scale for all maps of a view, or they could not be compared.
     vmax = vmax or max(
         color_scale([result], n, measure, **options)[1] for _, result, n in maps
     )
@@ -201,7 +204,7 @@ def show_tokens(
         >>> tlc.interactive.show_tokens(trace.str_tokens, measures)
         <View with 2 circuitsvis widgets>
     """
-    named = _by_name(values, [len(str_tokens)])
+    named = _named_values(values, [len(str_tokens)])
     parts = (
         _title(name, row) + _tokens_widget(str_tokens, row, _scale(row))
         for name, row in named.items()
@@ -235,9 +238,10 @@ def show_layers_by_token(
         >>> tlc.interactive.show_layers_by_token(trace.str_tokens, lengths)
         <View with 2 circuitsvis widgets>
     """
-    named = _by_name(
+    named = _named_values(
         values, ["n_rows" if layers is None else len(layers), len(str_tokens)]
     )
+    # One scale for all rows and all names.
     everything = [value for rows in named.values() for row in rows for value in row]
     scale, parts = _scale(everything), []
     for name, rows in named.items():
@@ -248,6 +252,7 @@ def show_layers_by_token(
             f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, scale)}</div>"
             for label, row in zip(labels, rows, strict=True)
         ]
+        # In characters, with room on either side.
         width = max(map(len, labels)) + 2
         parts.append(f"<div>{_title(name, everything)}{_folded(lines, width)}</div>")
     return View(f'<div class="tlc-columns">{"".join(parts)}</div>')
@@ -259,6 +264,7 @@ def _folded(lines: Sequence[str], label_width: int) -> str:
     every_line = f"{opening}{''.join(lines)}</div>"
     if len(lines) <= _MOST_UNFOLDED:
         return every_line
+    # Rounded up, so that never more than `_MOST_UNFOLDED` are shown.
     step = math.ceil(len(lines) / _MOST_UNFOLDED)
     some_lines = f"{opening}{''.join(lines[::step])}</div>"
     summary = f"<summary>all {len(lines)} rows</summary>"
@@ -288,6 +294,7 @@ def circuitsvis_script() -> str:
         for line in bundle.splitlines()
         if not line.startswith("//# sourceMappingURL=")
     )
+    # The words are in the bundle alone; circuitsvis takes none as arguments.
     for theirs, ours in _WORDS.items():
         bundle = bundle.replace(theirs, ours)
     boot = _HERE.with_suffix(".js").read_text(encoding="utf-8")
@@ -300,6 +307,7 @@ def circuitsvis_script() -> str:
 @lru_cache(maxsize=1)
 def _packed_script() -> str:
     return base64.b64encode(
+        # Without the time, the same script gives the same bytes.
         gzip.compress(circuitsvis_script().encode(), mtime=0)
     ).decode()
 
@@ -312,8 +320,8 @@ def visible_token(token: str) -> str:
     return token.translate(_SHOWN_AS) or "∅"
 
 
-def _by_name(
-    values: Tensor | Mapping[str, Tensor], wanted: list[Any]
+def _named_values(
+    values: Tensor | Mapping[str, Tensor], expected_sizes: list[Any]
 ) -> dict[str, Any]:
     """Return the values as lists of numbers, by name.
 
@@ -322,25 +330,25 @@ def _by_name(
     named = values if isinstance(values, Mapping) else {"": values}
     if not named:
         raise ValueError("`values` is empty: wanted at least one tensor of values")
-    for name, given in named.items():
-        sizes = list(given.shape)
+    for name, tensor in named.items():
+        sizes = list(tensor.shape)
         if 0 in sizes or any(
-            w not in (n, "n_rows") for n, w in zip(sizes, wanted, strict=True)
+            w not in (n, "n_rows") for n, w in zip(sizes, expected_sizes, strict=True)
         ):
             raise ValueError(
-                f"wanted values of shape [{' '.join(map(str, wanted))}], the last "
+                f"wanted values of shape [{' '.join(map(str, expected_sizes))}], the last "
                 f"axis for tokens, got {sizes}" + (f" for {name!r}" if name else "")
             )
-    return {name: given.tolist() for name, given in named.items()}
+    return {name: tensor.tolist() for name, tensor in named.items()}
 
 
 def _check_of_tokens(name: str, result: CouplingMap) -> None:
     """Raise ValueError for a map of layers."""
     if result.kind == "depth":
-        which = repr(name) if name else "this"
+        map_name = repr(name) if name else "this"
         raise ValueError(
             "wanted maps of tokens (`self_coupling`, `context_coupling`), "
-            f"{which} is of kind 'depth': use `plot_coupling`"
+            f"{map_name} is of kind 'depth': use `plot_coupling`"
         )
 
 
@@ -357,17 +365,18 @@ def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> 
     pairs that were not compared are grey.
     """
     places = list(dict.fromkeys((*result.row_positions, *result.col_positions)))
-    known = {
+    cells = {
         (row, col): _cell(value, value / vmax, undefined=-1.0)
-        for row, of_row in zip(result.row_positions, values, strict=True)
-        for col, value in zip(result.col_positions, of_row, strict=True)
+        for row, row_values in zip(result.row_positions, values, strict=True)
+        for col, value in zip(result.col_positions, row_values, strict=True)
     }
+    # In a map values are never negative: shade −1 is the grey of `negativeColor`.
     missing = {"text": "not compared", "shade": -1.0}
     return _widget(
         "AttentionPattern",
         "An interactive map of all pairs, drawn where scripts run.",
         attention=[
-            [known.get((row, col), missing) for col in places] for row in places
+            [cells.get((row, col), missing) for col in places] for row in places
         ],
         tokens=_names_of_tokens(result, places),
         maskUpperTri=False,
@@ -450,11 +459,13 @@ def _color_bar(low: float, high: float) -> str:
 def _cell(value: float, shade: float, undefined: float | None) -> dict[str, Any]:
     if math.isnan(value):
         return {"text": "undefined", "shade": undefined}
+    # Four digits are more than the eye tells apart, and keep the page small.
     return {"text": f"{value:.4g}", "shade": round(max(-1.0, min(1.0, shade)), 4)}
 
 
 def _widget(element: str, as_text: str, **props: Any) -> str:
     props |= {"minValue": -1, "maxValue": 1, "positiveColor": _POSITIVE}
+    # NaN is no JSON: a browser would refuse to parse all of it.
     data = json.dumps(props, allow_nan=False, separators=(",", ":"))
     return (
         f'<div data-circuitsvis="{element}" data-props="{html.escape(data)}">'

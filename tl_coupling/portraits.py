@@ -33,6 +33,7 @@ __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]
 End = Literal["input", "output"]
 TokenMap = Literal["self", "fixed input", "fixed output"]
 TOKEN_MAPS: tuple[TokenMap, ...] = get_args(TokenMap)
+# As many directions as a page has room for.
 _N_DECODED = 6
 
 
@@ -162,12 +163,16 @@ def token_portrait(
         "input": trace.position_index(input_position, "input_position"),
         "output": t,
     }
+    # Which tokens may vary where an end is fixed: in a causal model an output does not
+    # depend on later inputs.
     allowed = {end: free_end(trace, end, fixed) for end, fixed in ends.items()}
     layer, other_layer = neighbours(trace, layer, other_layer)
     selected: list[int] | None = None
     if positions is not None:
         selected = [trace.position_index(t, "positions") for t in positions]
     k = fitting_k(k, trace.d_model)
+    # Only Jacobians that are read again are kept: those of all tokens would not fit
+    # into memory.
     trace = with_cache(trace, _read_again(trace, maps, (layer, other_layer), ends))
 
     def map_of(name: TokenMap) -> CouplingMap:
@@ -201,8 +206,8 @@ def token_portrait(
     # The cheap ones first, so that wrong arguments are reported before the long work.
     measured = {name: map_of(name) for name in reversed(TOKEN_MAPS) if name in maps}
     influence = cross_token_influence(trace, t, progress=progress)
-    in_order = {name: measured[name] for name in TOKEN_MAPS if name in measured}
-    return TokenPortrait(in_order, influence)
+    ordered_maps = {name: measured[name] for name in TOKEN_MAPS if name in measured}
+    return TokenPortrait(ordered_maps, influence)
 
 
 def _read_again(
@@ -217,6 +222,7 @@ def _read_again(
     what the fixed tokens do to themselves, and the map across depth what the measured
     token does to itself.
     """
+    # The fixed input and the fixed output.
     t1 = ends["input"]
     t2 = ends["output"]
     shared: set[Connection] = set()
@@ -225,6 +231,7 @@ def _read_again(
         shared.add(Connection(layer, t2, t2, t2))
         if "fixed output" in maps:
             sources = free_end(trace, "output", t2)
+            # From every source to the output: the influences read them at each layer.
             shared.update(Connection(layer, t, t2, t) for t in sources)
     return shared
 
@@ -278,7 +285,9 @@ def portrait(
     """
     if k is None:
         largest = fitting_k(None, trace.d_model)
+        # The defaults of surveys, or what a narrower model has.
         k = [min(n_vectors, largest) for n_vectors in (10, 30, DEFAULT_K)]
+    # Several of the defaults may be cut to the same number.
     ks = tuple(sorted(set(k)))
     if not ks:
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
@@ -295,14 +304,14 @@ def portrait(
     carrying = None
     if with_carriers:
         carrying = carriers(trace, ks[0], output, orientation, progress=progress)
-    of_blocks = None
+    block_products = None
     if with_products:
-        of_blocks = products(trace, position=output, progress=progress)
+        block_products = products(trace, position=output, progress=progress)
     cached = with_cache(trace, _read_again(trace, maps, (layer, other_layer), ends))
     depth = depth_coupling(
         cached, ks[-1], output, orientation=orientation, progress=progress
     )
-    across_tokens = token_portrait(
+    token_maps = token_portrait(
         cached,
         layer,
         other_layer,
@@ -319,13 +328,14 @@ def portrait(
         position=output,
         input_position=fixed_input,
         depth=depth,
-        tokens=across_tokens.maps,
-        influence=across_tokens.influence,
+        tokens=token_maps.maps,
+        influence=token_maps.influence,
+        # Without predictions and noise, which a page does not show.
         trajectory=measure_trajectory(
             trace, position=output, linear=False, noise=False
         ),
         carriers=carrying,
-        products=of_blocks,
+        products=block_products,
         decoded=decoded,
     )
 
@@ -337,4 +347,5 @@ def _maps_that_vary(trace: Trace, ends: Mapping[End, int]) -> list[TokenMap]:
         "fixed input": len(free_end(trace, "input", ends["input"])),
         "fixed output": len(free_end(trace, "output", ends["output"])),
     }
+    # A map of one token has no pair of different ones.
     return [name for name in TOKEN_MAPS if n_varying[name] > 1]

@@ -35,6 +35,7 @@ from tl_coupling.trajectories import direction_cosine
 
 __all__ = ["layer_redundancy", "redundancy_correlations"]
 
+# Those whose cost coupling and block influence may predict.
 CHANGES = ("dropped", "swapped", "merged")
 _BLOCKS = ("all", "inner")
 # Of a variable of a dataset.
@@ -125,8 +126,8 @@ def layer_redundancy(
     for prompt in with_progress(named_prompts, progress, "redundancy"):
         with _errors_of(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
-            of_prompt, reasons = _of_prompt(traced, settings)
-        measured.append(of_prompt)
+            prompt_data, reasons = _measure_prompt(traced, settings)
+        measured.append(prompt_data)
         not_merged |= reasons
     data = xarray.concat(measured, "prompt", combine_attrs="drop_conflicts")
     if not_merged:
@@ -214,6 +215,8 @@ def redundancy_correlations(
     n_prompts = data.sizes["prompt"]
     weights = _weights_of_prompts(n_prompts, n_resamples, seed)
     n_ranked = np.zeros((len(CHANGES), len(_BLOCKS)), int)
+    # `[change blocks predictor sample]`: a predictor for each k, then block influence;
+    # the first sample is the data themselves.
     rho = np.zeros((*n_ranked.shape, data.sizes["k"] + 1, len(weights)))
     p = np.zeros(rho.shape[:-1])
     for i, j in product(range(len(CHANGES)), range(len(_BLOCKS))):
@@ -221,14 +224,14 @@ def redundancy_correlations(
         n_ranked[i, j], rho[i, j], p[i, j] = _rank_correlations(
             *predictors, weights, inner=_BLOCKS[j] == "inner"
         )
-    of_coupling = rho[:, :, :-1]
-    of_influence = rho[:, :, -1]
-    advantage = np.abs(of_coupling) - np.abs(of_influence)[:, :, None]
+    coupling_rho = rho[:, :, :-1]
+    influence_rho = rho[:, :, -1]
+    advantage = np.abs(coupling_rho) - np.abs(influence_rho)[:, :, None]
     variables = {
         "n": (("change", "blocks"), n_ranked),
-        **_with_interval("coupling", of_coupling, n_prompts),
-        **_with_interval("block_influence", of_influence, n_prompts),
-        **_with_interval("advantage", advantage, n_prompts),
+        **_interval_variables("coupling", coupling_rho, n_prompts),
+        **_interval_variables("block_influence", influence_rho, n_prompts),
+        **_interval_variables("advantage", advantage, n_prompts),
         "coupling_p": (("change", "blocks", "k"), p[:, :, :-1]),
         "block_influence_p": (("change", "blocks"), p[:, :, -1]),
     }
@@ -281,26 +284,29 @@ def _rank_correlations(
         how many layers or pairs were ranked, ρ, `[predictor sample]`: with coupling at
         each k, then with influence; and the p of the first sample, by predictor.
     """
+    # Pairs that could not be merged have a loss of NaN.
     is_ranked = np.isfinite(loss_change).all(0)
     if inner:
         is_ranked[[0, -1]] = False
+    # `[sample n]`: of every sample the means over its prompts are ranked.
     means = weights @ loss_change[:, is_ranked]
-    of_predictors = [
+    predictor_means = [
         weights @ predictor[:, is_ranked] for predictor in (*coupling, influence)
     ]
-    rho = [rank_correlation_of_rows(x, means) for x in of_predictors]
-    p = [_p_of_rho(x[0], means[0]) for x in of_predictors]
+    rho = [rank_correlation_of_rows(x, means) for x in predictor_means]
+    p = [_p_of_rho(x[0], means[0]) for x in predictor_means]
     return int(is_ranked.sum()), np.stack(rho), p
 
 
 def _p_of_rho(x: np.ndarray, y: np.ndarray) -> float:
     """Return the p of Spearman's ρ; NaN where ρ is not defined."""
+    # Two layers always rank alike or in reverse, and what is constant has no order.
     if len(x) < 3 or is_constant(x) or is_constant(y):
         return float("nan")
     return rank_correlation(x, y).p
 
 
-def _with_interval(
+def _interval_variables(
     name: str, samples: np.ndarray, n_prompts: int
 ) -> dict[str, tuple[Dims, np.ndarray]]:
     """Return the variables of a correlation: as the data have it, and its interval.
@@ -311,6 +317,7 @@ def _with_interval(
         n_prompts: of one, there is no interval.
     """
     dims = ("change", "blocks", "k")[: samples.ndim - 1]
+    # Without the first sample, which is the data.
     resampled = rearrange(samples[..., 1:], "... sample -> sample ...")
     bounds = rearrange(percentile_interval(resampled), "bound ... -> ... bound")
     if n_prompts == 1:
@@ -335,6 +342,7 @@ def change_and_predictors(
     loss_change = data[f"loss_{change}"] - data["loss"]
     influence = data["block_influence"].transpose("prompt", "layer").values
     if dim == "pair":
+        # Of a pair, the mean of its two blocks.
         influence = (influence[:, 1:] + influence[:, :-1]) / 2
     return (
         loss_change.transpose("prompt", dim).values,
@@ -359,7 +367,7 @@ def check_redundancy(data: object) -> None:
         )
 
 
-def _of_prompt(
+def _measure_prompt(
     traced: Trace, settings: Settings
 ) -> tuple[xarray.Dataset, dict[int, str]]:
     """Measure one prompt.
@@ -412,8 +420,10 @@ def _couplings(
 ) -> dict[str, tuple[Dims, np.ndarray]]:
     """Return the coupling of neighbours, and that of each layer with all others."""
     coupling = np.stack([depth.coupling(k).cpu().numpy() for k in ks])
+    # Either block of a pair gives the singular vectors once.
     both_ways = (coupling + rearrange(coupling, "k row col -> k col row")) / 2
     own = np.diagonal(both_ways, axis1=1, axis2=2)
+    # A layer's coupling with itself is taken out of the sum.
     n_others = len(depth.row_layers) - 1
     return {
         "coupling_of_pair": (
@@ -429,6 +439,7 @@ def _couplings(
 
 def _block_influence(stream: Float[Tensor, "depth n_pos d_model"]) -> np.ndarray:
     """Return `1 − mean_t cos(X^l_t, X^{l+1}_t)` of every layer."""
+    # `[layer token]`.
     cosines = direction_cosine(stream[:-1], stream[1:])
     return (1 - cosines.mean(1)).cpu().numpy()
 
@@ -454,9 +465,9 @@ def shared_directions(
                 [0., 1.]])
     """
     k = U.shape[-1]
-    of_all_layers = rearrange(U.double(), "layer d k -> d (layer k)")
+    all_directions = rearrange(U.double(), "layer d k -> d (layer k)")
     # Eigenvalues ascend.
-    eigenvectors = torch.linalg.eigh(of_all_layers @ of_all_layers.mT).eigenvectors
+    eigenvectors = torch.linalg.eigh(all_directions @ all_directions.mT).eigenvectors
     return eigenvectors[:, -k:].flip(1).to(U)
 
 
@@ -500,7 +511,10 @@ def _changed_streams(
         # upcast once.
         with block.evaluation():
             last = {change: block.call(X) for change, X in last.items()}
+            # After the line above: this change begins at this block, and goes through
+            # the later ones.
             last[_Change("dropped", layer)] = stream[layer]
+            # A pair is known once its second block is reached.
             if layer > 0:
                 pair = layer - 1
                 previous = traced.blocks[pair]
@@ -513,6 +527,7 @@ def _changed_streams(
                 else:
                     not_merged[pair] = reason
             stream.append(block.call(stream[layer]))
+            # Q is orthonormal: Q Qᵀ projects the step onto its k columns.
             step = stream[layer + 1] - stream[layer]
             for k, Q in directions.items():
                 last[_Change("projected", layer, k)] = stream[layer] + step @ Q @ Q.mT
@@ -546,11 +561,11 @@ def _losses(
 ) -> dict[str, tuple[Dims, object]]:
     """Return the loss of the prompt as it is and after each change."""
     layers = range(traced.n_layers)
-    of_changes: dict[str, tuple[Dims, object]] = {}
+    change_losses: dict[str, tuple[Dims, object]] = {}
     for kind in CHANGES:
         dim = _dim_of(kind)
         changed_layers = layers if dim == "layer" else layers[:-1]
-        of_changes[f"loss_{kind}"] = (
+        change_losses[f"loss_{kind}"] = (
             dim,
             [
                 _loss_of(traced, changed.last.get(_Change(kind, layer)))
@@ -564,10 +579,11 @@ def _losses(
         ]
         for k in ks
     ]
+    # Depth 0 is what enters the first block.
     exited = [_loss_of(traced, X) for X in changed.stream[1:]]
     return {
         "loss": ((), _loss_of(traced, changed.stream[-1])),
-        **of_changes,
+        **change_losses,
         "loss_projected": (("k", "layer"), projected),
         "loss_exited": ("layer", exited),
     }
@@ -577,4 +593,5 @@ def _loss_of(traced: Trace, X: Float[Tensor, "n_pos d_model"] | None) -> float:
     """Return the loss if X left the last block; NaN if the change was not made."""
     if X is None:
         return float("nan")
+    # `loss` reads the last entry of the stream.
     return loss(replace(traced, residual=X[None]))

@@ -171,10 +171,10 @@ def plot_head_coupling(
     largest = {
         name: result.by_layer().numpy() for name, result in results_by_name.items()
     }
-    most = max(float(np.nanmax(values)) for values in largest.values())
+    largest_coupling = max(float(np.nanmax(values)) for values in largest.values())
     colors = labels.color_map(None).with_extremes(bad=labels.UNDEFINED)
     for ax, (name, result) in zip(maps, results_by_name.items(), strict=True):
-        image = ax.imshow(largest[name], vmin=0, vmax=most, cmap=colors)
+        image = ax.imshow(largest[name], vmin=0, vmax=largest_coupling, cmap=colors)
         # `layers` names the layer of every head: each once here, in their order.
         layers = list(dict.fromkeys(result.layers))
         labels.name_ticks(ax.xaxis, layers, _MOST_LAYER_TICKS)
@@ -237,5 +237,5 @@ def _excess_by_head(result: Carriers) -> torch.Tensor:
 
 
 def _heading(result: Carriers) -> str:
-    what = f"What carries coupling · k = {result.k}"
-    return labels.heading(what, [result.provenance], [result.position])
+    subject = f"What carries coupling · k = {result.k}"
+    return labels.heading(subject, [result.provenance], [result.position])

@@ -91,8 +91,8 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         ylabel="KL of the next token (nats)",
     )
     n_prompts = len(result.prompts)
-    what = f"Steering · {n_prompts} prompt{'s' * (n_prompts > 1)}"
-    labels.entitle(ax, _heading(what, result.provenance))
+    subject = f"Steering · {n_prompts} prompt{'s' * (n_prompts > 1)}"
+    labels.entitle(ax, _heading(subject, result.provenance))
     labels.plain_legend(
         ax, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 3}
     )
@@ -149,8 +149,8 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
     # The first row of the table stands on top.
     ax.invert_yaxis()
     ax.set(xlabel="change in loss (nats per token)")
-    what = f"Removed from what blocks {result.side} · rank {result.rank}"
-    labels.entitle(ax, _heading(what, result.provenance))
+    subject = f"Removed from what blocks {result.side} · rank {result.rank}"
+    labels.entitle(ax, _heading(subject, result.provenance))
     return ax
 
 
@@ -191,8 +191,8 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
     )
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    what = f"Directions that blocks share · k = {result.k}"
-    heading = [_heading(what, result.provenance), *_stability(result)]
+    subject = f"Directions that blocks share · k = {result.k}"
+    heading = [_heading(subject, result.provenance), *_stability(result)]
     labels.finish_lines(ax, "\n".join(heading))
     return ax
 
@@ -209,5 +209,5 @@ def _stability(result: Subspace) -> list[str]:
     ]
 
 
-def _heading(what: str, provenance: dict[str, object]) -> str:
-    return f"{what} · {labels.short_path(str(provenance.get('model')))}"
+def _heading(subject: str, provenance: dict[str, object]) -> str:
+    return f"{subject} · {labels.short_path(str(provenance.get('model')))}"

@@ -43,6 +43,7 @@ def plot_products(
     largest, ratio = fig.subplots(1, 2)
     for name, result, color in labels.assign_colors(results_by_name):
         low, high = result.null_band.unbind(-1)
+        # `[draw layer]`.
         null_ratio = result.null_participation_ratio.mean(0)
         largest.plot(result.layers, result.log_largest, color=color, label=name)
         largest.fill_between(
@@ -95,10 +96,14 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     gain = result.alignment_gain.numpy()
     # Centred on 0: white is what blocks turned at random would amplify. Runs that do
     # not exist (NaN) do not count.
-    most = float(np.nanmax(np.abs(gain)))
+    largest_gain = float(np.nanmax(np.abs(gain)))
     images: list[tuple[np.ndarray, str, dict[str, Any]]] = [
         (result.log_largest.numpy(), "log σ₁", {"cmap": "viridis"}),
-        (gain, "alignment gain", {"cmap": "RdBu_r", "vmin": -most, "vmax": most}),
+        (
+            gain,
+            "alignment gain",
+            {"cmap": "RdBu_r", "vmin": -largest_gain, "vmax": largest_gain},
+        ),
     ]
     for ax, (values, words, colors) in zip(panels, images, strict=True):
         image = ax.imshow(values, origin="lower", **colors)
@@ -142,13 +147,13 @@ def plot_eigenvalues(
     """
     results_by_name = labels.named(results, Eigenvalues)
     first = next(iter(results_by_name.values()))
-    chosen = _planes(first, layers)
-    n_planes = len(chosen)
+    plane_layers = _planes(first, layers)
+    n_planes = len(plane_layers)
     fig = fig or labels.new_figure(2.3 * n_planes + 3.4, 3.2)
     *planes, departures = fig.subplots(
         1, n_planes + 1, width_ratios=[1] * n_planes + [1.4]
     )
-    for ax, layer in zip(planes, chosen, strict=True):
+    for ax, layer in zip(planes, plane_layers, strict=True):
         _draw_plane(ax, first, layer)
     planes[0].set_ylabel("imaginary part")
     labels.plain_legend(planes[0], **labels.ABOVE | {"bbox_to_anchor": (0, 1.08)})
@@ -200,8 +205,10 @@ def _draw_plane(ax: Axes, result: Eigenvalues, layer: int) -> None:
     ax.set_aspect("equal", adjustable="datalim")
 
 
-def _heading(what: str, results_by_name: Mapping[str, Products | Eigenvalues]) -> str:
+def _heading(
+    subject: str, results_by_name: Mapping[str, Products | Eigenvalues]
+) -> str:
     """Return the title of a picture of several results."""
     provenances = [result.provenance for result in results_by_name.values()]
     positions = [result.position for result in results_by_name.values()]
-    return labels.heading(what, provenances, positions)
+    return labels.heading(subject, provenances, positions)

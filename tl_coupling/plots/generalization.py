@@ -147,21 +147,24 @@ def _draw_nulls(ax: Axes, x: Float[np.ndarray, " n_points"], nulls: Any) -> None
     left = float(np.nanmin(x)) - 0.2 * span
     right = float(np.nanmax(x)) + 0.2 * span
     ax.set_xlim(left, right)
-    known = np.asarray(nulls, float)
-    known = known[np.isfinite(known)]
-    if not known.size:
+    finite_nulls = np.asarray(nulls, float)
+    finite_nulls = finite_nulls[np.isfinite(finite_nulls)]
+    if not finite_nulls.size:
         return
-    if known.max() < np.nanmin(x) - span or known.min() > np.nanmax(x) + span:
-        _name_null_at_the_edge(ax, known)
+    if (
+        finite_nulls.max() < np.nanmin(x) - span
+        or finite_nulls.min() > np.nanmax(x) + span
+    ):
+        _name_null_at_the_edge(ax, finite_nulls)
         return
-    left = min(left, float(known.min()) - 0.05 * span)
-    right = max(right, float(known.max()) + 0.05 * span)
+    left = min(left, float(finite_nulls.min()) - 0.05 * span)
+    right = max(right, float(finite_nulls.max()) + 0.05 * span)
     ax.set_xlim(left, right)
-    if labels.draw_null(ax.axvline, known):
+    if labels.draw_null(ax.axvline, finite_nulls):
         return
     ax.plot(
-        known,
-        np.zeros(len(known)),
+        finite_nulls,
+        np.zeros(len(finite_nulls)),
         "|",
         transform=ax.get_xaxis_transform(),
         color="0.4",
@@ -339,8 +342,8 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
         if looks.sizes is not None and looks.names_models:
             _name_run(ax, rows.iloc[-1], places[-1], looks)
     # Intervals are wider than the means are apart: they decide how wide the axis is.
-    known = table[["mean", "low", "high"]].to_numpy(float)
-    _draw_nulls(ax, known.ravel(), table["null"])
+    drawn_values = table[["mean", "low", "high"]].to_numpy(float)
+    _draw_nulls(ax, drawn_values.ravel(), table["null"])
     for row in range(1, len(tasks)):
         ax.axhline(row - 0.5, color="0.9", linewidth=0.8, zorder=0)
     # Models may lack some of a task's prompts.
@@ -436,7 +439,7 @@ class _Looks(NamedTuple):
         else:
             # Markers are taken by depths: of the checkpoints only open marks are
             # explained.
-            named = [each for each in self.checkpoints if each == "untrained"]
+            named = [name for name in self.checkpoints if name == "untrained"]
         for checkpoint in named:
             look = self._checkpoint_look(checkpoint)
             if self.sizes is not None:

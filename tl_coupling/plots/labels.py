@@ -213,11 +213,11 @@ def one_null(nulls: Any) -> float | None:
 
     It is for all measures but one.
     """
-    known = np.asarray(nulls, float)
-    known = known[np.isfinite(known)]
-    if not known.size or np.ptp(known) > 1e-6 * abs(known[0]):
+    finite_nulls = np.asarray(nulls, float)
+    finite_nulls = finite_nulls[np.isfinite(finite_nulls)]
+    if not finite_nulls.size or np.ptp(finite_nulls) > 1e-6 * abs(finite_nulls[0]):
         return None
-    return float(known[0])
+    return float(finite_nulls[0])
 
 
 def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
@@ -247,18 +247,18 @@ def mark_and_name_null(bar: Axes, null: float) -> None:
 def name_ticks(
     axis: Axis,
     names: Sequence[Any],
-    most: int,
+    max_ticks: int,
     places: np.ndarray | None = None,
     **options: Any,
 ) -> None:
     """Set a tick for each name.
 
-    Where there are more than `most`, every second, third … name has one.
+    Where there are more than `max_ticks`, every second, third … name has one.
     """
     if places is None:
         places = np.arange(len(names))
-    # Rounded up, so that never more than `most` have a tick.
-    step = math.ceil(len(names) / most)
+    # Rounded up, so that never more than `max_ticks` have a tick.
+    step = math.ceil(len(names) / max_ticks)
     shown_names = [plain(name) for name in names[::step]]
     # parse_math: a token may hold a dollar sign.
     axis.set_ticks(places[::step], shown_names, parse_math=False, **options)
@@ -327,9 +327,11 @@ def _fixed_end(maps: Sequence[Any]) -> list[str]:
 
 
 def heading(
-    what: str, provenances: Sequence[Mapping[str, Any]], positions: Sequence[int] = ()
+    subject: str,
+    provenances: Sequence[Mapping[str, Any]],
+    positions: Sequence[int] = (),
 ) -> str:
-    """Return a title: `what`, the model, the prompt or the image, and the token if any.
+    """Return a title: `subject`, the model, the prompt or the image, and the token if any.
 
     The title says only what all provenances have in common.
     """
@@ -354,7 +356,7 @@ def heading(
     }
     if len(tokens) == 1:
         places.append(f"token {tokens.pop()}")
-    return "\n".join(filter(None, (what, model, " · ".join(places))))
+    return "\n".join(filter(None, (subject, model, " · ".join(places))))
 
 
 def short_path(model: str) -> str:

@@ -156,7 +156,7 @@ def draw_arcs(
         clip_on=False,
         zorder=3,
     )
-    furthest = max([abs(layer - other) for _, layer, other in pairs], default=1)
+    furthest = max((abs(first - second) for _, first, second in pairs), default=1)
     room = 0.02 * max(1, max(layers) - min(layers))
     ax.set_xlim(min(layers) - room, max(layers) + room)
     # An arc is half as high as its ends are apart; the rest is room for its line.

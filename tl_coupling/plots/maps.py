@@ -83,7 +83,7 @@ def plot_coupling(
         low = vmin
     if vmax is not None:
         high = vmax
-    # Checked after defaults, which one given end alone may cross.
+    # After the defaults: an end that was given may lie beyond the other's default.
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)

@@ -61,7 +61,11 @@ def sizes_of(table: "pandas.DataFrame") -> ModelSizes | None:
         return None
     widths = sorted(sizes["d_model"].astype(int).unique().tolist())
     depths = sorted(sizes["n_layers"].astype(int).unique().tolist())
-    most = len(_MARKERS)
-    if len(widths) > most or len(depths) > most or len(widths) * len(depths) == 1:
+    n_markers = len(_MARKERS)
+    if (
+        len(widths) > n_markers
+        or len(depths) > n_markers
+        or len(widths) * len(depths) == 1
+    ):
         return None
     return ModelSizes(widths, depths)

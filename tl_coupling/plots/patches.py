@@ -108,12 +108,12 @@ def _ends(
     values: Float[np.ndarray, "rows columns"], vmin: float | None, vmax: float | None
 ) -> tuple[float, float]:
     """Return the ends of the colour scale; 0 and 1 where no value is known."""
-    known = values[np.isfinite(values)]
+    finite_values = values[np.isfinite(values)]
     low, high = vmin, vmax
     if low is None:
-        low = float(known.min()) if known.size else 0.0
+        low = float(finite_values.min()) if finite_values.size else 0.0
     if high is None:
-        high = float(known.max()) if known.size else 1.0
+        high = float(finite_values.max()) if finite_values.size else 1.0
     # Ends that come from the data may coincide, where all values are the same.
     if vmin is not None and vmax is not None and low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")

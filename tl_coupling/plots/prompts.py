@@ -57,13 +57,14 @@ def plot_prompt_coupling(
         _draw(ax, untrained, k, measure, "C1", "untrained")
     name = "mean of pairs" if untrained is None else "trained"
     _draw(ax, result, k, measure, "C0", name)
+    # Layers have different nulls: random bases get the singular values of the layer.
     nulls = result.null_by_layer(k, measure).numpy()
     ax.plot(result.layers, nulls, label="random bases", **labels.NULL_LINE)
     ax.set_xlabel("layer")
     ax.set_ylabel(_label(measure))
     ax.set_ylim(bottom=0)
-    what = f"Across {result.n_prompts} prompts · k = {k}"
-    title = labels.heading(what, [result.provenance])
+    subject = f"Across {result.n_prompts} prompts · k = {k}"
+    title = labels.heading(subject, [result.provenance])
     legend_place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     labels.finish_lines(ax, title, **legend_place, fontsize="small")
     return ax
@@ -98,7 +99,7 @@ def plot_prompt_map(
     """
     values = result.values(k, measure).detach().cpu().double().numpy()
     nulls = result.null_by_layer(k, measure).double().numpy()
-    where = "mean over layers"
+    scope = "mean over layers"
     if layer is None:
         shown = values.mean(0)
         null = float(nulls.mean())
@@ -111,7 +112,7 @@ def plot_prompt_map(
         place = result.layers.index(layer)
         shown = values[place]
         null = float(nulls[place])
-        where = f"layer {layer}"
+        scope = f"layer {layer}"
     ax = ax or labels.new_figure(6.8, 5.2, "compressed").subplots()
     is_own = np.eye(result.n_prompts, dtype=bool)
     drawn = np.where(is_own, np.nan, shown)
@@ -126,8 +127,8 @@ def plot_prompt_map(
     bar = ax.figure.colorbar(image, ax=ax, label=_label(measure)).ax
     labels.mark_null(bar, null)
     k = result.k if k is None else k
-    what = f"Across prompts · {where} · k = {k}"
-    labels.entitle(ax, labels.heading(what, [result.provenance]))
+    subject = f"Across prompts · {scope} · k = {k}"
+    labels.entitle(ax, labels.heading(subject, [result.provenance]))
     return ax
 
 

@@ -130,6 +130,7 @@ def plot_coupling_strip(
     """
     k = _common_k({"data": data}, k, measure)
     steps, maps = _maps(data, checkpoints, k, measure)
+    # One set of axes: panels are compared cell by cell.
     fig, grid = _grid(len(steps), 1.5, 1.65, fig, shared=True)
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(
         bad=labels.UNDEFINED
@@ -190,6 +191,7 @@ def plot_adjacency_strip(
     steps, maps = _maps(data, checkpoints, k, measure)
     layers = data["layer"].values.tolist()
     n_arcs = strongest or most_arcs(layers)
+    # Pairs come from the lightest.
     pairs = [weighted_pairs(values, layers)[-n_arcs:] for values in maps]
     # The last pair of each panel is its strongest.
     full = max((weight for panel in pairs for weight, *_ in panel[-1:]), default=1.0)
@@ -234,6 +236,7 @@ def _grid(
 ) -> tuple[Figure, np.ndarray]:
     """Make a figure with n panels of that many inches, four in a row."""
     n_cols = min(n, _PANELS_IN_A_ROW)
+    # Rounded up.
     n_rows = -(-n // n_cols)
     fig = fig or labels.new_figure(
         width * n_cols + 1.2, height * n_rows + 1.2, "compressed"
@@ -263,6 +266,7 @@ def draw_line(
     ] = _mean_and_interval,
 ) -> None:
     """Draw middle and band against the step, with a ring at step 0."""
+    # A sweep without seeds, or of one prompt, is one with a single one.
     values = values.expand_dims(
         [dim for dim in SAMPLES if dim not in values.dims]
     ).sortby("checkpoint")
@@ -327,7 +331,7 @@ def draw_legend(ax: Axes) -> None:
 
 
 def heading(
-    what: str,
+    subject: str,
     sweeps: "Mapping[str, xarray.Dataset]",
     drawn: str = f"mean and {LEVEL:.0%} interval",
 ) -> str:
@@ -346,7 +350,11 @@ def heading(
     return "\n".join(
         filter(
             None,
-            (what, model, f"{drawn} over {' and '.join(samples)}" if samples else ""),
+            (
+                subject,
+                model,
+                f"{drawn} over {' and '.join(samples)}" if samples else "",
+            ),
         )
     )
 
@@ -370,21 +378,21 @@ def _common_k(
     """
     for name, sweep in sweeps.items():
         check_sweep(sweep, name, "k", variable)
-    held = [
-        {int(one) for one in np.atleast_1d(sweep["k"].values)}
+    ks_of_sweeps = [
+        {int(number) for number in np.atleast_1d(sweep["k"].values)}
         for sweep in sweeps.values()
     ]
-    common = set.intersection(*held)
+    common = set.intersection(*ks_of_sweeps)
     if k is None and common:
         return max(common)
     if k not in common:
-        wanted = (
+        problem = (
             "the sweeps have no k in common"
             if k is None
             else f"`k` must be held by all sweeps, got {k}"
         )
         raise ValueError(
-            f"{wanted}; they hold {', '.join(str(sorted(one)) for one in held)}"
+            f"{problem}; they hold {', '.join(str(sorted(ks)) for ks in ks_of_sweeps)}"
         )
     return k
 
@@ -411,14 +419,17 @@ def chosen_steps(
 
     Raises ValueError for one that is not in the sweep.
     """
-    there = sweep["checkpoint"].values.tolist()
+    measured_steps = sweep["checkpoint"].values.tolist()
     if checkpoints is None:
         return [
-            there[round(i)]
-            for i in np.linspace(0, len(there) - 1, min(_MAX_PANELS, len(there)))
+            measured_steps[round(i)]
+            # First and last are always among them.
+            for i in np.linspace(
+                0, len(measured_steps) - 1, min(_MAX_PANELS, len(measured_steps))
+            )
         ]
-    if not checkpoints or any(step not in there for step in checkpoints):
+    if not checkpoints or any(step not in measured_steps for step in checkpoints):
         raise ValueError(
-            f"`checkpoints` must be among {there}, one or more, got {list(checkpoints)}"
+            f"`checkpoints` must be among {measured_steps}, one or more, got {list(checkpoints)}"
         )
     return list(checkpoints)

@@ -24,6 +24,7 @@ def positions_to_draw(
                 f"`positions` must lie in [{-n_pos}, {n_pos - 1}] for {n_pos} tokens, "
                 f"got {invalid_positions[0]}"
             )
+        # Sinks that were asked for are drawn.
         return [t % n_pos for t in positions], ""
     drawn = [t for t in range(n_pos) if t not in sinks]
     if not sinks:

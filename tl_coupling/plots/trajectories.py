@@ -123,6 +123,7 @@ def _name_tokens(
     other tokens.
     """
     token_lists = {tuple(p.get("str_tokens") or ()) for p in provenances}
+    # Any panel has all tokens.
     lines, names = grid[-1, -1].get_legend_handles_labels()
     if len(token_lists) == 1 and len(lines) <= _MAX_LEGEND_TOKENS:
         labels.plain_legend(

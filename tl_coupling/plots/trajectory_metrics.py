@@ -14,7 +14,7 @@ from tl_coupling.plots.tokens import positions_to_draw
 from tl_coupling.trajectories import TrajectoryResult, attention_sinks
 
 _WINDOWED = "line_shape_score_windowed"
-_BY_DEPTH = "line_shape_score_by_depth"
+_SCORE_BY_DEPTH = "line_shape_score_by_depth"
 
 
 class _Panel(NamedTuple):
@@ -73,6 +73,7 @@ def plot_trajectory_metrics(
 
     windows = sorted({result.window for result in results_by_name.values()})
     panels_by_metric = _panels(windows)
+    # Entropy is missing for models without logits.
     metrics = [
         metric
         for metric in panels_by_metric
@@ -87,7 +88,8 @@ def plot_trajectory_metrics(
     for metric, ax in axes.items():
         _draw_metric(ax, metric, panels_by_metric[metric], results_by_name, drawn)
     _draw_random_steps(axes, results_by_name, windows)
-    handles, names = axes[_BY_DEPTH].get_legend_handles_labels()
+    # One legend for all panels: this one has the line of random steps as well.
+    handles, names = axes[_SCORE_BY_DEPTH].get_legend_handles_labels()
     labels.plain_legend(fig, handles, names, loc="outside lower center", ncols=4)
     title = f"Trajectories, mean over tokens and each token{left_out}"
     provenances = [result.provenance for result in results_by_name.values()]
@@ -112,7 +114,7 @@ def _panels(windows: Sequence[int]) -> dict[str, _Panel]:
         "norm": _Panel("norm", "depth", "‖x‖"),
         "step_length": _Panel("step length", "layer", "‖step‖"),
         _WINDOWED: _Panel(f"line-shape score, {steps} steps", "middle layer", "LSS"),
-        _BY_DEPTH: _Panel("line-shape score so far", "up to layer", "LSS"),
+        _SCORE_BY_DEPTH: _Panel("line-shape score so far", "up to layer", "LSS"),
         "logit_lens_entropy": _Panel("logit-lens entropy", "depth", "nats"),
     }
 
@@ -138,7 +140,7 @@ def _draw_metric(
     ax.set_title(panel.title, fontsize="medium")
     ax.set(xlabel=panel.x_label, ylabel=panel.y_label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if metric in (_WINDOWED, _BY_DEPTH):
+    if metric in (_WINDOWED, _SCORE_BY_DEPTH):
         # A straight line scores 1, and nothing scores less.
         ax.set_ylim(bottom=1)
     elif metric != "logit_lens_entropy":
@@ -155,6 +157,6 @@ def _draw_random_steps(
         axes[_WINDOWED].axhline(window**0.5, **labels.NULL_LINE)
     most_layers = max(result.n_layers for result in results_by_name.values())
     n_steps = np.arange(1, most_layers + 1)
-    axes[_BY_DEPTH].plot(
+    axes[_SCORE_BY_DEPTH].plot(
         n_steps - 1, n_steps**0.5, label="random steps", **labels.NULL_LINE
     )

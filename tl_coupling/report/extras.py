@@ -16,11 +16,13 @@ from tl_coupling.report.parts import figure, grid, named_token, sentence, table
 _N_TOKENS = 8
 _N_HEADS = 5
 _N_COMPONENTS = 4
+# The signs of a direction's two ends.
 _ENDS = "+−"
 
 
 def extra_sections(runs: Mapping[str, Portrait]) -> dict[str, str]:
     """Return the sections that there are, and the links to them."""
+    # All runs have the same parts: `html_report` has checked it.
     first = next(iter(runs.values()))
     sections = {}
     if first.carriers is not None:
@@ -42,6 +44,7 @@ def extra_sections(runs: Mapping[str, Portrait]) -> dict[str, str]:
 
 
 def _carriers(results: Mapping[str, Carriers]) -> str:
+    # The main run comes first.
     trained, *twins = results.values()
     rows = []
     for name, result in results.items():
@@ -50,11 +53,11 @@ def _carriers(results: Mapping[str, Carriers]) -> str:
             merged.mean(share).tolist()
             for share in ("diagonal_share", "jacobian_share", "excess")
         ]
-        for label, diagonal, of_jacobian, excess in zip(
+        for label, diagonal, jacobian_share, excess in zip(
             merged.labels, *shares, strict=True
         ):
             low, high = merged.null_interval(label)
-            numbers = [f"{diagonal:.3f}", f"{of_jacobian:.3f}", f"{excess:+.3f}"]
+            numbers = [f"{diagonal:.3f}", f"{jacobian_share:.3f}", f"{excess:+.3f}"]
             rows.append([f"{label}, {name}", *numbers, f"{low:+.3f} to {high:+.3f}"])
     headings = ["", "of coupling", "of J", "excess", "random"]
     heads = plots.plot_carriers(trained, untrained=twins[0] if twins else None)
@@ -106,6 +109,7 @@ def _strongest_heads(result: Carriers) -> str:
 def _products(results: Mapping[str, Products]) -> str:
     texts = []
     for name, result in results.items():
+        # After the last block: the product of all.
         low, high = result.null_interval[-1].tolist()
         turned = float(result.null_participation_ratio[:, -1].mean())
         texts.append(
@@ -129,6 +133,8 @@ def _products(results: Mapping[str, Products]) -> str:
 
 def _directions(results: Mapping[str, Decoded], first: Portrait) -> str:
     decoded = next(iter(results.values()))
+    # Through the rest of the network, as the text says, and not straight to the
+    # unembedding.
     way = decoded.ways.index("network")
     kurtosis = [
         f"{html.escape(name)}: {float(result.kurtosis[way].mean()):.2f} on average, and "
@@ -157,10 +163,12 @@ def _cards(decoded: Decoded, way: int) -> Iterator[str]:
     for i, gain in enumerate(decoded.gains.tolist()):
         kurtosis = float(decoded.kurtosis[way, i])
         exceeded = float((drawn >= kurtosis).double().mean())
-        others = [
+        group_members = [
             str(j) for j, group in enumerate(groups) if group == groups[i] and j != i
         ]
-        group = f"; one group with {', '.join(others)}" if others else ""
+        # Singular vectors of nearly equal gains are defined up to a rotation among
+        # them.
+        group = f"; one group with {', '.join(group_members)}" if group_members else ""
         facts = [
             (f"writes {_ENDS[end]}", _chips(decoded.texts_of(way, i, end)[:_N_TOKENS]))
             for end in (0, 1)
@@ -175,6 +183,7 @@ def _cards(decoded: Decoded, way: int) -> Iterator[str]:
 
 
 def _chips(tokens: list[str]) -> str:
+    # A token of spaces alone would be an empty chip.
     shown = (html.escape(visible_token(token).strip() or "␣") for token in tokens)
     return " ".join(f"<code>{token}</code>" for token in shown)
 

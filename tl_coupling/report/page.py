@@ -35,7 +35,7 @@ from tl_coupling.report.parts import (
     spaced_tokens,
     table,
 )
-from tl_coupling.report.patches import over_picture, shown_picture
+from tl_coupling.report.patches import patch_sections, shown_picture
 
 # Layers of a map whose brightest columns are worth naming.
 _FEWEST_COLUMNS = 8
@@ -75,6 +75,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     for name, run in runs.items():
         _check_same(first, run, name)
     script = circuitsvis_script()
+    # The page's security policy allows the script with this digest and no other.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     provenance = first.trace.provenance
     model = str(provenance.get("model"))
@@ -111,8 +112,8 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
 
 def _check_same(first: Portrait, run: Portrait, name: str) -> None:
     """Raise ValueError where two runs have nothing in common that a page needs."""
-    expected = _in_common(first)
-    for quantity, value in _in_common(run).items():
+    expected = _shared_facts(first)
+    for quantity, value in _shared_facts(run).items():
         if value != expected[quantity]:
             raise ValueError(
                 f"wanted runs of the same {quantity}, {name!r} has {value}, "
@@ -120,7 +121,7 @@ def _check_same(first: Portrait, run: Portrait, name: str) -> None:
             )
 
 
-def _in_common(run: Portrait) -> dict[str, object]:
+def _shared_facts(run: Portrait) -> dict[str, object]:
     """Return what all runs on a page must have in common."""
     return {
         "k": run.ks,
@@ -143,13 +144,14 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
     maps = {name: run.depth for name, run in runs.items()}
     prompt = trace.provenance.get("prompt")
     quotation = f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else ""
+    # A set: they may be the same.
     smallest_and_largest_k = sorted({first.ks[0], first.ks[-1]})
     heat_maps = [
         picture
         for k in smallest_and_largest_k
         for picture in _heat_maps(maps, k, "layers")
     ]
-    by_distance = [_locality(maps, k) for k in smallest_and_largest_k]
+    locality_figures = [_locality(maps, k) for k in smallest_and_largest_k]
     gains = plots.plot_singular_values(maps)
     return {
         "prompt": quotation or shown_picture(trace),
@@ -163,14 +165,14 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         "remarks": _remarks(maps),
         "depth": grid(heat_maps),
         "matrices": grid(_matrices(name, result) for name, result in maps.items()),
-        "locality": grid(by_distance),
+        "locality": grid(locality_figures),
         "gains": image(gains, "Singular values of the Jacobians against depth"),
         "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
         "one_scale": " Maps at one k share one colour scale." if len(runs) > 1 else "",
         "tokens": _tokens(runs, first),
         "influence": _influence(runs, first),
-        **over_picture(runs),
+        **patch_sections(runs),
         **extra_sections(runs),
         **_trajectories(runs, first),
         "provenance": "".join(map(_provenance, maps, maps.values())),
@@ -202,17 +204,18 @@ def _how_coupled(runs: Mapping[str, Portrait], first: Portrait) -> str:
         f"The mean coupling of different layers is {mean:.3f} at k = {k}, "
         f"{mean / null:.1f} times the {null:.3f} of random subspaces"
     )
-    others = [
+    other_means = [
         f"{html.escape(name)}: {run.depth.mean(k):.3f}"
         for name, run in runs.items()
         if run is not first
     ]
-    return f"{text} ({', '.join(others)})." if others else f"{text}."
+    return f"{text} ({', '.join(other_means)})." if other_means else f"{text}."
 
 
 def _where_coupled(first: Portrait) -> str:
     depth = first.depth
     values = depth.coupling(first.ks[0])
+    # A layer with itself is always coupled most.
     values = values.where(~depth.own_pairs(), torch.nan)
     best = int(values.nan_to_num(-1).argmax())
     row, column = divmod(best, values.shape[1])
@@ -224,8 +227,8 @@ def _where_coupled(first: Portrait) -> str:
     # Three of a few layers would say nothing.
     if values.shape[1] < _FEWEST_COLUMNS:
         return pair
-    of_columns = values.nanmean(0).nan_to_num(-1)
-    brightest = of_columns.argsort(descending=True)[:3].tolist()
+    column_means = values.nanmean(0).nan_to_num(-1)
+    brightest = column_means.argsort(descending=True)[:3].tolist()
     layers = ", ".join(str(depth.col_layers[i]) for i in sorted(brightest))
     return (
         f"{pair} On average, the vectors of layers {layers} diagonalise Jacobians best."
@@ -235,13 +238,16 @@ def _where_coupled(first: Portrait) -> str:
 def _strongest_token(run: Portrait) -> tuple[str, float] | None:
     """Return the token that acts most on the measured one, and its mean share."""
     sources = run.influence.source_positions
-    others = [i for i, position in enumerate(sources) if position != run.position]
-    if not others:
+    # What the token does to itself would drown the others.
+    other_places = [i for i, position in enumerate(sources) if position != run.position]
+    if not other_places:
         return None
-    norms = run.influence.frobenius_norm[:, others]
+    norms = run.influence.frobenius_norm[:, other_places]
+    # `[layer token]`, each layer summing to 1, so that layers of large gains do not
+    # decide the mean.
     share = norms / norms.sum(1, keepdim=True)
     strongest = int(share.nan_to_num(0).mean(0).argmax())
-    token = named_token(run, sources[others[strongest]])
+    token = named_token(run, sources[other_places[strongest]])
     return token, float(share[:, strongest].nanmean())
 
 
@@ -250,6 +256,7 @@ def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> str:
     first = next(iter(maps.values()))
     rows = []
     for k in ks:
+        # A column for each run; the null, which depends on k alone, has one.
         means = [_mean(result, k) for result in maps.values()]
         rows.append([f"k = {k}", *means, f"{first.null(k):.3f}"])
     return table(["", *maps, "null"], rows)
@@ -283,11 +290,11 @@ def _names(first: Portrait) -> str:
         return " ".join(named_token(first, position) for position in range(n_pos))
     rows, columns = patches
     first_patch = n_pos - rows * columns
-    before = "".join(
+    first_tokens = "".join(
         f"{named_token(first, position)} " for position in range(first_patch)
     )
     return (
-        f"{before} and {rows} × {columns} patches, named by row and column, "
+        f"{first_tokens} and {rows} × {columns} patches, named by row and column, "
         f"{named_token(first, first_patch)} … {named_token(first, n_pos - 1)}"
     )
 
@@ -309,8 +316,9 @@ def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
 
 def _peak(name: str, result: CouplingMap) -> str:
     sigma = result.singular_values[:, 0]
-    at = result.row_layers[int(sigma.argmax())]
-    return f"{html.escape(name)}: σ₁ from {sigma.min():.3g} to {sigma.max():.3g} (layer {at})"
+    peak_layer = result.row_layers[int(sigma.argmax())]
+    gains = f"{sigma.min():.3g} to {sigma.max():.3g}"
+    return f"{html.escape(name)}: σ₁ from {gains} (layer {peak_layer})"
 
 
 def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
@@ -414,12 +422,14 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
         for name, field in _SHAPES.items()
     }
     str_tokens = spaced_tokens(first.trace)
+    # One view for each measure: their scales have nothing in common.
     views = [
-        show_layers_by_token(str_tokens, {name: by_run}, layers=list(runs))
-        for name, by_run in values.items()
+        show_layers_by_token(str_tokens, {name: run_values}, layers=list(runs))
+        for name, run_values in values.items()
     ]
     mean_scores = []
     for name, scores in zip(runs, values["line-shape score"], strict=True):
+        # A token that does not move at a layer has no score.
         mean = float(scores[scores.isfinite()].mean())
         mean_scores.append(f"{html.escape(name)} {mean:.3g}")
     metrics = plots.plot_trajectory_metrics(
@@ -441,11 +451,11 @@ def _table_of_shapes(
 ) -> str:
     """Make the table of every token's measures of shape, a column for each run."""
     headings = ["token", *(f"{measure}, {name}" for measure in values for name in runs)]
-    by_token = torch.cat(list(values.values())).T.tolist()
+    token_rows = torch.cat(list(values.values())).T.tolist()
     rows = [
         [f"{position} {visible_token(token)}", *(f"{value:.3g}" for value in numbers)]
         for position, (token, numbers) in enumerate(
-            zip(first.trace.str_tokens, by_token, strict=True)
+            zip(first.trace.str_tokens, token_rows, strict=True)
         )
     ]
     return table(headings, rows)
@@ -453,9 +463,12 @@ def _table_of_shapes(
 
 def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
     """Write how certain the logit lens is; nothing for models without logits."""
-    known = {name: run.entropy for name, run in runs.items() if run.entropy is not None}
-    if not known:
+    entropies = {
+        name: run.entropy for name, run in runs.items() if run.entropy is not None
+    }
+    if not entropies:
         return ""
+    # What reads the stream of a vision model is its classifier.
     if first.trace.pixels is not None:
         certain, read_by = (
             "class",
@@ -466,13 +479,13 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
         read_by = "final norm and unembedding"
     drawn = {
         f"logit-lens entropy in nats, {name}": entropy
-        for name, entropy in known.items()
+        for name, entropy in entropies.items()
     }
     ends = "; ".join(
         f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, "
         f"{entropy[-1, first.position]:.2f} at "
         f"depth {len(entropy) - 1}"
-        for name, entropy in known.items()
+        for name, entropy in entropies.items()
     )
     return (
         '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
@@ -486,14 +499,19 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
 
 def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
     parts = []
+    # Streams grow: in the picture of all layers the early ones are a point.
     for span in ("all", "shallow"):
         for name, run in runs.items():
             drawn = plots.plot_trajectories(
                 run.trace, views=(span,), black=first.position
             )
-            what = html.escape(drawn.get_suptitle().splitlines()[0])
+            # The first line says what is drawn; model and prompt stand at the head of
+            # the page.
+            drawn_title = html.escape(drawn.get_suptitle().splitlines()[0])
             drawn.suptitle("")
-            caption = f"<strong>{html.escape(name)}, {span} layers.</strong> {what}"
+            caption = (
+                f"<strong>{html.escape(name)}, {span} layers.</strong> {drawn_title}"
+            )
             parts.append(
                 figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption)
             )
@@ -510,6 +528,7 @@ def _provenance(name: str, result: CouplingMap) -> str:
     facts = {
         key: value
         for key, value in result.provenance.items()
+        # Versions have a row each, tokens a place of their own on the page.
         if key not in ("versions", "str_tokens")
     }
     for package, version in result.provenance["versions"].items():
@@ -523,9 +542,10 @@ def _provenance(name: str, result: CouplingMap) -> str:
 
 
 def _heat_maps(
-    maps: Mapping[str, CouplingMap], k: int, what: str, kind: str = ""
+    maps: Mapping[str, CouplingMap], k: int, places: str, kind: str = ""
 ) -> Iterator[str]:
     """Draw heat maps on one colour scale."""
+    # All runs on one scale: a twin's noise must not look like structure.
     low, high = color_scale(list(maps.values()), k)
     for name, result in maps.items():
         caption = (
@@ -536,7 +556,7 @@ def _heat_maps(
         drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)
         yield figure(
             drawn,
-            f"Heat map of coupling for every pair of {what}, {kind}{name}, k = {k}",
+            f"Heat map of coupling for every pair of {places}, {kind}{name}, k = {k}",
             caption,
         )
 
@@ -544,6 +564,7 @@ def _heat_maps(
 def _strongest(result: CouplingMap, k: int) -> str:
     if result.kind != "depth" or len(result.row_layers) < 2:
         return ""
+    # Coupling is at least 0: −1 is never the largest.
     values = result.coupling(k).nan_to_num(-1).fill_diagonal_(-1)
     row, col = divmod(int(values.argmax()), values.shape[1])
     return (
@@ -553,4 +574,5 @@ def _strongest(result: CouplingMap, k: int) -> str:
 
 
 def _mean(result: CouplingMap, k: int) -> str:
+    # Where there are no other pairs, in a model of one layer, the mean is of its own.
     return f"{result.mean(k, off_diagonal=not result.own_pairs().all()):.3f}"

@@ -15,9 +15,11 @@ from tl_coupling.interactive import visible_token
 from tl_coupling.portraits import Portrait
 from tl_coupling.traces import Trace
 
+# As CSS defines them.
 _CSS_PIXELS_PER_INCH = 96
 _PNG_DPI = 120
 _PNG_COLORS = 256
+# In inches.
 _MARGIN = 0.1
 # Figures of one Axes are made smaller and their text is not: it must be legible on a
 # telephone.
@@ -93,6 +95,8 @@ def image(drawn: Axes | Figure, alt: str, as_png: bool = False) -> str:
         picture.set_size_inches(_SHRUNK * picture.get_size_inches())
     mime = "png" if as_png else "svg+xml"
     data = base64.b64encode(_saved(picture, as_png)).decode()
+    # The size that `savefig` crops to: an image without its size moves the page while
+    # it loads.
     inches = picture.get_tightbbox().padded(_MARGIN).size
     width, height = (round(_CSS_PIXELS_PER_INCH * side) for side in inches)
     return (
@@ -110,12 +114,13 @@ def _saved(picture: Figure, as_png: bool) -> bytes:
         if as_png:
             form: dict[str, Any] = {"format": "png", "dpi": _PNG_DPI}
         else:
+            # The date of drawing would make every file another one.
             form = {"format": "svg", "metadata": {"Date": None}}
         picture.savefig(buffer, bbox_inches="tight", pad_inches=_MARGIN, **form)
-    return _with_few_colors(buffer) if as_png else buffer.getvalue()
+    return _reduce_colors(buffer) if as_png else buffer.getvalue()
 
 
-def _with_few_colors(png: io.BytesIO) -> bytes:
+def _reduce_colors(png: io.BytesIO) -> bytes:
     """Return a PNG with few colours.
 
     Noise in 24 bits a pixel does not compress, and a colour map has few colours. They

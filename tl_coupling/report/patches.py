@@ -30,6 +30,7 @@ def shown_picture(trace: Trace) -> str:
     """Show the picture that the model read; nothing for a text."""
     if trace.pixels is None:
         return ""
+    # From [0, 1] to 8 bits.
     picture = Image.fromarray((picture_of(trace) * 255).round().astype(np.uint8))
     times = math.ceil(_LEAST_PIXELS / max(picture.size))
     width, height = (times * side for side in picture.size)
@@ -49,7 +50,7 @@ def shown_picture(trace: Trace) -> str:
     )
 
 
-def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
+def patch_sections(runs: Mapping[str, Portrait]) -> dict[str, str]:
     """Return the section on patches and the link to it.
 
     Both are empty where the tokens are no patches.
@@ -58,10 +59,10 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
     if patches_of(first.trace) is None:
         return {"patches": "", "patches_link": ""}
     measured = named_token(first, first.position)
-    of_self = ""
+    coupling_text = ""
     if "self" in first.tokens:
         own = first.tokens["self"]
-        of_self = (
+        coupling_text = (
             f" <em>Coupling</em>: that of {measured} with every token, J₁ of "
             f"{measured} at layer {own.row_layers[0]} "
             f"and the singular vectors of the token at layer {own.col_layers[0]}, k = "
@@ -77,7 +78,7 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
             f"tokens do to {measured} "
             'comes from this one, as under <a href="#influence">Influence of '
             "tokens</a>, averaged over layers; on "
-            f"one colour scale.{of_self} <em>Line-shape score</em>: how straight the "
+            f"one colour scale.{coupling_text} <em>Line-shape score</em>: how straight the "
             "token's path is, 1 for a straight "
             f"line.</p>\n{grid(_pictures(runs), ' small')}\n</section>"
         ),
@@ -86,14 +87,20 @@ def over_picture(runs: Mapping[str, Portrait]) -> dict[str, str]:
 
 def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
     shares = {name: _shares(run) for name, run in runs.items()}
-    known = torch.stack(
-        [values for of_run in shares.values() for values in of_run.values()]
+    # One scale over all runs and layers.
+    all_shares = torch.stack(
+        [values for run_shares in shares.values() for values in run_shares.values()]
     ).nan_to_num(0)
     for name, run in runs.items():
         for layers, values in shares[name].items():
-            what = f"Share of influence, {layers}, {name}"
-            yield _over(
-                run, values, what, "share of influence", 0.0, float(known.max()) or 1.0
+            quantity = f"Share of influence, {layers}, {name}"
+            yield _draw_over_picture(
+                run,
+                values,
+                quantity,
+                "share of influence",
+                0.0,
+                float(all_shares.max()) or 1.0,
             )
     coupled = {
         name: run.tokens["self"].coupling()[run.position]
@@ -103,9 +110,11 @@ def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
     for name, values in coupled.items():
         own = runs[name].tokens["self"]
         high = max(
-            4 * own.null(), *(float(values.max()) for values in coupled.values())
+            # As in `color_scale`: four times the null at least.
+            4 * own.null(),
+            *(float(values.max()) for values in coupled.values()),
         )
-        yield _over(
+        yield _draw_over_picture(
             runs[name],
             values,
             f"Coupling, {name}",
@@ -114,7 +123,7 @@ def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
             high,
         )
     for name, run in runs.items():
-        yield _over(
+        yield _draw_over_picture(
             run,
             run.trajectory.line_shape_score,
             f"Line-shape score, {name}",
@@ -134,7 +143,9 @@ def _shares(run: Portrait) -> dict[str, Float[Tensor, " n_pos"]]:
         dtype=influence.frobenius_norm.dtype,
     )
     norms[:, list(influence.source_positions)] = influence.frobenius_norm.cpu()
+    # The token's own Jacobian would drown the others.
     norms[:, run.position] = torch.nan
+    # `[layer token]`, each layer summing to 1.
     share = norms / norms.nansum(1, keepdim=True)
     thirds = (
         zip(("early", "middle", "late"), share.tensor_split(3), strict=True)
@@ -153,8 +164,12 @@ def _shares(run: Portrait) -> dict[str, Float[Tensor, " n_pos"]]:
     return parts
 
 
-def _over(
-    run: Portrait, values: Float[Tensor, " n_pos"], what: str, label: str, *ends: float
+def _draw_over_picture(
+    run: Portrait,
+    values: Float[Tensor, " n_pos"],
+    quantity: str,
+    label: str,
+    *ends: float,
 ) -> str:
     scale: dict[str, Any] = dict(zip(("vmin", "vmax"), ends, strict=False))
     ax = new_figure(3.5, 3.1, "compressed").subplots()
@@ -163,6 +178,7 @@ def _over(
     )
     rows, columns = patches_of(run.trace) or (0, 0)
     first_patch = run.trace.n_pos - rows * columns
+    # The most of a patch, and beside it the tokens that have no place in the picture.
     largest = first_patch + int(values[first_patch:].nan_to_num(-torch.inf).argmax())
     shown = [
         largest,
@@ -171,5 +187,7 @@ def _over(
     numbers = "; ".join(
         f"{named_token(run, position)}: {values[position]:.3g}" for position in shown
     )
-    caption = f"<strong>{html.escape(what)}.</strong> Largest at {numbers}."
-    return figure(drawn, f"The picture with its patches coloured by: {what}", caption)
+    caption = f"<strong>{html.escape(quantity)}.</strong> Largest at {numbers}."
+    return figure(
+        drawn, f"The picture with its patches coloured by: {quantity}", caption
+    )
