@@ -45,6 +45,7 @@ def file_name(text: str) -> str:
         name = f"%2E{name[1:]}"
     if len(name) <= _LONGEST_NAME:
         return name
+    # Long names that begin alike still differ.
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{name[:_LONGEST_NAME]}~{digest}"
 
@@ -65,15 +66,18 @@ def write_atomically(
     writer = f"{_process_home()}-{os.getpid()}-{secrets.token_hex(4)}"
     unfinished = path.with_name(f".{path.stem}.{writer}{path.suffix}")
     try:
+        # Made empty first, so that the umask decides who may read it.
         unfinished.touch(exist_ok=False)
         # An interrupt amid netCDF's calls can leave xarray's lock taken, and closing
         # the file then waits for ever.
         with interrupts_held(WRITING_SECONDS):
             write(unfinished)
+            # Readers see the old file or the new one, never a part.
             os.replace(unfinished, path)
     except BaseException as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+        # netCDF raises RuntimeError for what the system refused.
         if not isinstance(error, OSError) and not str(error).startswith("NetCDF: "):
             raise
         reason = getattr(error, "strerror", None) or error
@@ -95,6 +99,7 @@ def remove_left_overs(folder: Path, stem: str) -> None:
         name = pattern.fullmatch(path.name)
         if name is None:
             continue
+        # Process ids mean something only where they were given.
         is_dead = name["home"] == _process_home() and not _is_alive(int(name["pid"]))
         with suppress(FileNotFoundError):
             if is_dead or time.time() - path.stat().st_mtime > _DAY_SECONDS:
@@ -108,6 +113,7 @@ def _is_alive(pid: int) -> bool:
         if os.name == "posix":
             os.kill(pid, 0)
     except OSError as error:
+        # PermissionError: it runs, and is somebody else's.
         return not isinstance(error, ProcessLookupError)
     return True
 
@@ -123,6 +129,7 @@ def _process_home() -> str:
         container = os.readlink("/proc/self/ns/pid")
         home = f"{boot} {container}"
     except OSError:
+        # No Linux: the machine's name is what there is.
         home = platform.node()
     return hashlib.sha256(home.encode()).hexdigest()[:12]
 
@@ -135,9 +142,12 @@ def output_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: it cannot be created or written to; raised before any work is done.
     """
     folder = Path(path)
+    # From the innermost out, the order in which they can be removed.
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Whether one may write is known only by writing: permissions do not tell of
+        # full or read-only disks.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OSError(

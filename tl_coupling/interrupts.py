@@ -29,6 +29,7 @@ class _Pending:
         self.handlers[number](number, None)
 
 
+# What `hear_interrupts` delivers: it is called from deep within a block that holds.
 _pending = _Pending()
 
 
@@ -36,7 +37,10 @@ def _python_handlers() -> dict[int, _Handler]:
     """Return the handlers that are functions, not those that the system keeps."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     return {
-        number: handler for number, handler in handlers.items() if callable(handler)
+        # SIG_DFL and SIG_IGN cannot be called: such signals are left as they are.
+        number: handler
+        for number, handler in handlers.items()
+        if callable(handler)
     }
 
 
@@ -47,6 +51,7 @@ def interrupts_held(seconds: float | None = None) -> Iterator[None]:
     They wait for as many seconds at most. A second one takes effect at once.
     """
     global _pending
+    # Held back already, or a thread, in which Python never runs handlers.
     if _pending.handlers or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -58,11 +63,13 @@ def interrupts_held(seconds: float | None = None) -> Iterator[None]:
             pending.handlers[number](number, frame)
         pending.came.append(number)
         if seconds is not None:
+            # Sent again after the time is up: as the second one it takes effect.
             timer = threading.Timer(seconds, os.kill, (os.getpid(), number))
             timers.append(timer)
             timer.start()
 
     try:
+        # A signal between these lines would find some handlers replaced and others not.
         with none_delivered():
             _pending = pending
             for number in pending.handlers:

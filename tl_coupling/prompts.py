@@ -67,6 +67,7 @@ class Prompt:
             raise ValueError(
                 f"prompt {self.id!r}: there is no image file {os.fspath(self.image)!r}"
             )
+        # Resolved: workers may have another working directory.
         object.__setattr__(self, "image", str(path))
 
     @property
@@ -192,15 +193,15 @@ def load_prompts(
     if isinstance(source, str) and source in _GROUPS:
         return _equally_many(_GROUPS[source], n, seed)
     if isinstance(source, str) and source in _DATASETS:
-        prompts = _from_hub(source, _DATASETS[source])
+        prompts = _read_hub_set(source, _DATASETS[source])
     elif isinstance(source, str) and not Path(source).is_file():
-        known = ", ".join([*_DATASETS, *_GROUPS])
+        known_sets = ", ".join([*_DATASETS, *_GROUPS])
         raise ValueError(
             f"{source!r} is neither a file nor a prompt set: give a JSONL file or one "
-            f"of {known}"
+            f"of {known_sets}"
         )
     else:
-        prompts = _from_file(Path(source))
+        prompts = _read_file(Path(source))
     if n is not None and n > len(prompts):
         raise ValueError(
             f"`n` must be at most {len(prompts)}, all the prompts of {source}, got {n}; "
@@ -258,11 +259,12 @@ def prompts_per_task(prompts: Sequence[Prompt], n: int, seed: Seed = 0) -> list[
 
 def _drawn(items: Sequence[_Item], n: int | None, seed: int) -> list[_Item]:
     """Return `n` items drawn at random, in their order; all of them for None."""
+    # The beginning of one permutation: a larger n draws the same items and more.
     indices = np.random.default_rng(seed).permutation(len(items))[:n]
     return [items[i] for i in sorted(indices)]
 
 
-def _from_file(path: Path) -> list[Prompt]:
+def _read_file(path: Path) -> list[Prompt]:
     """Return the prompts of a JSONL file; an error names the line."""
     try:
         # Not splitlines: a text may hold Unicode's own line separators.
@@ -295,6 +297,7 @@ def _prompt_in(line: str, path: Path, number: int) -> Prompt:
     expected = f'{location}: wanted {{"prompt": "…"}}'
     try:
         entry = json.loads(line)
+    # The parser recurses into brackets, thousands of which are no JSON either.
     except (json.JSONDecodeError, RecursionError) as error:
         reason = getattr(error, "msg", "nested too deeply")
         raise ValueError(f"{expected}, got text that is not JSON ({reason})") from None
@@ -313,6 +316,7 @@ def _prompt_in(line: str, path: Path, number: int) -> Prompt:
             text or "",
             id=str(fields.get("id", number)),
             task=task,
+            # Paths in a file are meant from where the file is.
             image=image and path.parent / image,
             difficulty=fields.get("difficulty"),
         )
@@ -332,7 +336,7 @@ class _Columns(NamedTuple):
     difficulties: list[float | None]
 
 
-def _from_hub(name: str, source: _HubSet) -> list[Prompt]:
+def _read_hub_set(name: str, source: _HubSet) -> list[Prompt]:
     """Return all prompts of a known set, in row order, each text and each id once."""
     columns = _downloaded(name, source)
     prompts: dict[str, Prompt] = {}
@@ -340,6 +344,7 @@ def _from_hub(name: str, source: _HubSet) -> list[Prompt]:
     for text, prompt_id, difficulty in zip(*columns, strict=True):
         if not source.is_prompt(text) or text in seen or prompt_id in prompts:
             continue
+        # Benchmarks repeat questions; means would count them twice.
         seen.add(text)
         prompts[prompt_id] = Prompt(text, prompt_id, name, difficulty=difficulty)
     return list(prompts.values())
@@ -356,6 +361,7 @@ def _downloaded(name: str, source: _HubSet) -> _Columns:
         ) from None
     try:
         rows = load_dataset(source.path, source.config, split=source.split)
+        # Empty ones are dropped later, so that row numbers stay those of the dataset.
         texts = [(text or "").strip() for text in rows[source.column]]
         own_ids: Sequence[Any] = range(len(texts))
         if source.id_column:

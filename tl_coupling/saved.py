@@ -22,7 +22,7 @@ _Loaded = TypeVar("_Loaded")
 # The attribute of a file that says what its content was; earlier versions wrote none.
 _DIGEST = "digest"
 # What xarray, netCDF and the results themselves raise where bytes were changed.
-_OF_DAMAGED_FILES = (
+_DAMAGE_ERRORS = (
     OSError,
     RuntimeError,
     LookupError,
@@ -114,11 +114,12 @@ def load_result(
     try:
         dataset = xarray.load_dataset(path, engine="netcdf4")
         digest = dataset.attrs.pop(_DIGEST, None)
+        # Popped before, as it is not a part of what it is the digest of.
         if digest is None or digest == _digest_of(dataset):
             return from_dataset(dataset)
     except FileNotFoundError:
         raise
-    except _OF_DAMAGED_FILES as error:
+    except _DAMAGE_ERRORS as error:
         raise ValueError(
             f"{path} is not a file that `{class_name}.save` wrote, or is damaged"
         ) from error
@@ -139,6 +140,7 @@ def _digest_of(dataset: "xarray.Dataset") -> str:
     for name in sorted(map(str, dataset.variables)):
         variable = dataset.variables[name]
         axes = [name, list(map(str, variable.dims)), list(variable.shape)]
+        # With names and shapes: values alone would be the same for a transposed array.
         content.update(json.dumps(axes).encode())
         content.update(_bytes_of(np.asarray(variable.values)))
     attributes = {
@@ -172,6 +174,7 @@ def _plain_values(values: np.ndarray) -> list[object]:
 def _as_array(tensor: Tensor) -> np.ndarray:
     """Return a tensor as an array in a dtype that netCDF has."""
     tensor = tensor.detach().cpu()
+    # netCDF has neither bfloat16 nor float16; float32 holds both exactly.
     is_short = tensor.element_size() < torch.float32.itemsize
     return (
         tensor.float() if tensor.is_floating_point() and is_short else tensor
@@ -184,10 +187,13 @@ def _from_dataset(dataset: "xarray.Dataset", result_class: type[_Result]) -> _Re
         loadable.__name__: loadable
         for loadable in (result_class, *result_class.__subclasses__())
     }
+    # Files of earlier versions do not say which class they hold. A subclass may be
+    # loaded by its parent, and no other class.
     saved_class = classes[dataset.attrs.get("result", result_class.__name__)]
     stored = dataset.attrs | {
         str(name): array.values for name, array in dataset.variables.items()
     }
+    # Dictionaries were written as JSON.
     stored["provenance"] = json.loads(stored["provenance"])
     values = {}
     for field in fields(saved_class):

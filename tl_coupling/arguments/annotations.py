@@ -44,6 +44,7 @@ def at_least(least: int) -> Callable[[int], None]:
 def _device(device: str | torch.device) -> None:
     """Raise ValueError unless torch knows a device of this name."""
     try:
+        # Known to torch, whether or not this machine has one.
         torch.device(device)
     except RuntimeError:
         raise ValueError(
@@ -51,9 +52,10 @@ def _device(device: str | torch.device) -> None:
         ) from None
 
 
-def _of_whole_characters(text: str) -> None:
+def _check_characters(text: str) -> None:
     """Raise ValueError if the text holds half of a character, a lone surrogate."""
     try:
+        # UTF-8 has no form for half a character.
         text.encode()
     except UnicodeEncodeError as error:
         start = f"must be text in Unicode, got {ascii(text)[:80]}: "
@@ -61,7 +63,7 @@ def _of_whole_characters(text: str) -> None:
         raise ValueError(f"{start}{reason}which no file can hold") from None
 
 
-def _without_null(text: str | os.PathLike[str]) -> bool:
+def _has_no_null(text: str | os.PathLike[str]) -> bool:
     return "\0" not in os.fspath(text)
 
 
@@ -79,11 +81,11 @@ def _float_dtype(dtype: torch.dtype | str) -> None:
 
 
 # Not of paths: a file may have a name that is not UTF-8.
-Text = Annotated[str, _of_whole_characters]
+Text = Annotated[str, _check_characters]
 AnyPath = Annotated[
     str | os.PathLike[str],
     _rule(lambda path: bool(os.fspath(path)), "not be empty"),
-    _rule(_without_null, "be a path without null characters, which no file can have"),
+    _rule(_has_no_null, "be a path without null characters, which no file can have"),
 ]
 Count = Annotated[int, at_least(1)]
 Seed = Annotated[int, at_least(0)]

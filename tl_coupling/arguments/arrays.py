@@ -8,7 +8,7 @@ from jaxtyping import AbstractArray
 from torch import Tensor
 
 from tl_coupling.arguments.argument import Argument, Kind, Size, Sizes, WrongType
-from tl_coupling.arguments.words import counted, in_brackets
+from tl_coupling.arguments.words import counted, format_shape
 
 
 class _Axis(NamedTuple):
@@ -51,6 +51,8 @@ class ArrayKind(Kind):
         array = _tensor(value) if self.is_tensor else _array(value)
         if str(array.dtype).removeprefix("torch.") not in self.dtypes:
             is_real = isinstance(value, Tensor) and not value.is_complex()
+            # Whole numbers or booleans in place of floating-point ones: what to do is
+            # clear.
             if self.is_tensor and self._is_floating and is_real:
                 raise WrongType("convert it with `.float()` or `.double()`")
             raise WrongType
@@ -62,16 +64,21 @@ class ArrayKind(Kind):
 
         Raises ValueError where an axis has another size than in an earlier argument.
         """
+        # How many axes the variadic name stands for, if there is one.
         n_spread = len(shape) - len(self.axes) + 1
         has_variadic = any(axis.is_variadic for axis in self.axes)
         if n_spread < 0 or (n_spread != 1 and not has_variadic):
-            raise ValueError(f"must have shape {self._shape}, got {in_brackets(shape)}")
+            raise ValueError(
+                f"must have shape {self._shape}, got {format_shape(shape)}"
+            )
+        # A copy: a shape that does not fit must leave no sizes behind.
         sizes = dict(argument.sizes)
         start = 0
         for axis in self.axes:
             n_axes = n_spread if axis.is_variadic else 1
             lengths = shape[start : start + n_axes]
             start += n_axes
+            # The first argument that names an axis sets its size.
             size = sizes.setdefault(axis.name, Size(lengths, argument.name))
             fits = lengths == size.lengths or (
                 axis.broadcasts and _broadcasts(lengths, size.lengths)
@@ -81,7 +88,7 @@ class ArrayKind(Kind):
                 if size.source != argument.name:
                     source = f" with {_sizes_in_words(axis, size)}"
                 raise ValueError(
-                    f"must have shape {self._shape}{source}, got {in_brackets(shape)}"
+                    f"must have shape {self._shape}{source}, got {format_shape(shape)}"
                 )
         return sizes
 
@@ -101,7 +108,7 @@ class ArrayKind(Kind):
 
     @property
     def _shape(self) -> str:
-        return in_brackets(axis.shown for axis in self.axes)
+        return format_shape(axis.shown for axis in self.axes)
 
 
 def _array(value: object) -> np.ndarray:
@@ -112,6 +119,7 @@ def _array(value: object) -> np.ndarray:
         array = np.asarray(value)
     except (TypeError, ValueError):
         raise WrongType from None
+    # A list such as [1, 2] means numbers, of whatever kind.
     return array.astype(float) if array.dtype.kind in "iu" else array
 
 
@@ -121,6 +129,7 @@ def _tensor(value: object) -> Tensor:
         return value
     if not isinstance(value, np.ndarray):
         raise WrongType
+    # torch has neither texts nor objects, nor numbers of more than 64 bits.
     if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
         raise WrongType
     # A copy: torch refuses arrays that are read-only, reversed or in foreign byte
@@ -139,5 +148,5 @@ def _broadcasts(lengths: list[int], target: list[int]) -> bool:
 
 def _sizes_in_words(axis: _Axis, size: Size) -> str:
     """Return as in "n = 3 as in `x`"."""
-    lengths = in_brackets(size.lengths) if axis.is_variadic else size.lengths[0]
+    lengths = format_shape(size.lengths) if axis.is_variadic else size.lengths[0]
     return f"{axis.name} = {lengths} as in `{size.source}`"

@@ -15,6 +15,7 @@ def warn_caller(message: str) -> None:
     level = 1
     frame = sys._getframe()
     while frame.f_back:
+        # Of jaxtyping and contextlib, the wrappers around functions of this package.
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _PACKAGES_BETWEEN:
             break

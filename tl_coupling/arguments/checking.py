@@ -34,6 +34,7 @@ def checked(public: _Public) -> _Public:
         ValueError: a wrong shape, or a value that the annotation excludes.
     """
     if isinstance(public, type):
+        # A dataclass stays a class: only what makes an instance is wrapped.
         public.__init__ = checked(public.__init__)  # type: ignore[misc]
         if dataclasses.is_dataclass(public):
             measure_members(public)
@@ -43,14 +44,14 @@ def checked(public: _Public) -> _Public:
 
     @is_measured
     @functools.wraps(public)
-    def with_checks(*args: object, **kwargs: object) -> object:
+    def checked_call(*args: object, **kwargs: object) -> object:
         with measuring():
             taken = signature().taken(args, kwargs)
             return public(*taken.args, **taken.kwargs)
 
     # What `help` and Jupyter show: types, without the rules on their values.
-    with_checks.__signature__ = _without_rules(inspect.signature(public))  # type: ignore[attr-defined]
-    return typing.cast(_Public, with_checks)
+    checked_call.__signature__ = _plain_signature(inspect.signature(public))  # type: ignore[attr-defined]
+    return typing.cast(_Public, checked_call)
 
 
 def check_text(text: str, name: str) -> None:
@@ -77,10 +78,12 @@ class _Signature:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
+        # Shared by all arguments of one call.
         sizes: Sizes = {}
         for name, value in bound.arguments.items():
             parameter = self.signature.parameters[name]
             kind = self.kinds[name]
+            # Options are checked one by one, under their own names.
             if parameter.kind is parameter.VAR_KEYWORD:
                 for option, setting in value.items():
                     value[option] = _taken(kind, Argument(setting, option, sizes))
@@ -102,7 +105,7 @@ def _taken(kind: Kind, argument: Argument) -> object:
         raise ValueError(f"`{argument.name}` {error}") from None
 
 
-def _without_rules(signature: inspect.Signature) -> inspect.Signature:
+def _plain_signature(signature: inspect.Signature) -> inspect.Signature:
     """Return a signature whose annotations hold no `Annotated`."""
     parameters = [
         parameter.replace(annotation=_plain_type(parameter.annotation))
@@ -120,6 +123,7 @@ def _plain_type(annotation: Any) -> Any:
         return _plain_type(typing.get_args(annotation)[0])
     parts = typing.get_args(annotation)
     plain_parts = tuple(map(_plain_type, parts))
+    # Unchanged annotations keep their identity, and how they are written.
     if plain_parts == parts:
         return annotation
     origin = typing.get_origin(annotation)

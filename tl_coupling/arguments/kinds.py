@@ -71,8 +71,10 @@ class _Simple(Kind):
         An array of no axes is a number, but not a whole one.
         """
         value = argument.value
+        # A mean or a loss is often still an array of no axes.
         if self.accepted is Real and isinstance(value, Tensor | np.ndarray):
             value = value if value.ndim else value.item()
+        # In Python True is 1, and `k=True` is a slip.
         is_truth_value = isinstance(value, bool | np.bool_)
         if not isinstance(value, self.accepted) or (self.is_number and is_truth_value):
             raise WrongType
@@ -141,6 +143,7 @@ class _Literal(Kind):
         """Return the value, which must equal a choice and be of its type."""
         value = argument.value
         for choice in self.choices:
+            # By type as well: 1 == True.
             if isinstance(value, type(choice)) and value == choice:
                 return value
         raise ValueError(f"must be {self.words()}, got {described(value)}")
@@ -215,15 +218,19 @@ class _List(Kind):
         order, and is refused.
         """
         items = argument.value
+        # Arrays and tensors; a class has the method too, without a value.
         if hasattr(items, "tolist") and not isinstance(items, type):
             items = items.tolist()
         if isinstance(items, Iterator | ValuesView | KeysView):
             items = tuple(items)
+        # A text is a sequence of characters, and hardly meant so.
         if not isinstance(items, Sequence) or isinstance(items, str | bytes):
             raise WrongType
         taken = [self.item.take(argument.item(item)) for item in items]
         if self.becomes_tuple:
             return tuple(taken)
+        # The caller's own sequence, where nothing had to be converted: it may have
+        # methods of its own.
         if all(map(operator.is_, taken, items)):
             return items
         return taken
@@ -296,6 +303,8 @@ class _Mapping(Kind):
 
 def kind_of(annotation: Any) -> Kind:
     """Return the kind of values that an annotation asks for."""
+    # In this order: `bool` and `int` are classes as well, and would be read as
+    # instances below.
     if annotation in _SIMPLE:
         return _SIMPLE[annotation]
     if inspect.isclass(annotation) and issubclass(annotation, AbstractArray):

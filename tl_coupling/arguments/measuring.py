@@ -27,7 +27,7 @@ _FULL = "ieee"
 _CPU = torch.device("cpu")
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """Whether the thread is measuring, and what new tensors are elsewhere in it."""
 
     is_measuring = False
@@ -35,7 +35,7 @@ class _OfThread(threading.local):
     default_dtype = torch.float32
 
 
-_own = _OfThread()
+_own = _ThreadState()
 
 
 @contextmanager
@@ -50,7 +50,10 @@ def measuring() -> Iterator[None]:
         yield
         return
     with _turn, ExitStack() as undo:
+        # An interrupt between these lines would leave some of them undone.
         with none_delivered():
+            # First in, so last undone: the thread counts as measuring until all is as
+            # it was.
             undo.callback(setattr, _own, "is_measuring", False)
             _own.is_measuring = True
             _switch_autocast_off(undo)
@@ -69,6 +72,7 @@ def others_measuring() -> Iterator[None]:
     if not _own.is_measuring:
         yield
         return
+    # Other threads of this process may be the workers that it waits for.
     _turn.release()
     try:
         yield
@@ -106,6 +110,7 @@ def is_measured(function: _Function) -> _Function:
 def measure_members(cls: type) -> None:
     """Let public methods and properties of a class compute `measuring`."""
     for name, member in list(vars(cls).items()):
+        # Private ones are called by public ones, which measure already.
         if name.startswith("_"):
             continue
         match member:
@@ -126,11 +131,11 @@ def _measured(function: Any) -> Any:
 
     @is_measured
     @functools.wraps(function)
-    def with_measuring(*args: object, **kwargs: object) -> object:
+    def measured_call(*args: object, **kwargs: object) -> object:
         with measuring():
             return function(*args, **kwargs)
 
-    return with_measuring
+    return measured_call
 
 
 def _switch_autocast_off(undo: ExitStack) -> None:
@@ -143,6 +148,7 @@ def _switch_autocast_off(undo: ExitStack) -> None:
             undo.enter_context(torch.autocast(device, enabled=False))
     if torch.is_inference_mode_enabled():
         undo.enter_context(torch.inference_mode(False))
+        # Inference mode records no gradients, and leaving it must not begin to.
         undo.enter_context(torch.no_grad())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 _PLAIN = str | bytes | complex | Real | type | torch.dtype | None
 
 
-def in_brackets(lengths: Iterable[object]) -> str:
+def format_shape(lengths: Iterable[object]) -> str:
     """Return the shape of a tensor as in `[2 3]`, or names of its axes as in `[n k]`."""
     return f"[{' '.join(map(str, lengths))}]"
 
@@ -30,9 +30,10 @@ def described(value: object) -> str:
     """Return a value in a few words, on one line."""
     if isinstance(value, Tensor | np.ndarray):
         noun = "a tensor" if isinstance(value, Tensor) else "an array"
-        return f"{noun} of {value.dtype} and shape {in_brackets(value.shape)}"
+        return f"{noun} of {value.dtype} and shape {format_shape(value.shape)}"
     is_container = isinstance(value, list | tuple | set | dict)
     if all(isinstance(part, _PLAIN) for part in _parts(value)):
+        # `reprlib` cuts long values short.
         return " ".join(reprlib.repr(value).split())
     class_name = type(value).__name__
     return f"a {class_name}" if is_container else class_name
