@@ -12,7 +12,7 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.directions import Directions
 from tl_coupling.directions.interventions import removal_hooks
-from tl_coupling.directions.removals import Projection
+from tl_coupling.directions.projections import Projection
 
 pytestmark = pytest.mark.both_lines
 

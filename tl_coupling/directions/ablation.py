@@ -18,7 +18,6 @@ from tl_coupling.arguments import (
     warn_caller,
 )
 from tl_coupling.comparisons import DifferentPrompts
-from tl_coupling.directions.draws import frames
 from tl_coupling.directions.effects import (
     kl,
     log_probabilities,
@@ -30,7 +29,8 @@ from tl_coupling.directions.interventions import (
     check_layers_differ,
     removal_hooks,
 )
-from tl_coupling.directions.removals import Projection
+from tl_coupling.directions.projections import Projection
+from tl_coupling.directions.random_directions import frames
 from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
 from tl_coupling.models import tokenize

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.comparisons import as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
-from tl_coupling.directions.draws import span_vectors, unit_vectors
+from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_directions
 from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens

@@ -17,7 +17,7 @@ from tl_coupling.arguments import (
     warn_caller,
 )
 from tl_coupling.blocks import spliced_modules
-from tl_coupling.directions.removals import Projection
+from tl_coupling.directions.projections import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
 from tl_coupling.saved import Saved

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.downstream import carry, change_of_logits
-from tl_coupling.directions.draws import span_vectors, unit_vectors
 from tl_coupling.directions.effects import (
     kl,
     log_probabilities,
@@ -22,6 +21,7 @@ from tl_coupling.directions.effects import (
 )
 from tl_coupling.directions.interventions import Directions, steering_hooks
 from tl_coupling.directions.onward import Onward
+from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress

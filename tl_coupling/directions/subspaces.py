@@ -16,7 +16,6 @@ from tl_coupling.comparisons import (
     decomposed_layers,
     depth_maps,
 )
-from tl_coupling.directions.draws import frames
 from tl_coupling.directions.interventions import (
     Hook,
     Side,
@@ -26,7 +25,8 @@ from tl_coupling.directions.interventions import (
     check_takes_hooks,
     removal_hooks,
 )
-from tl_coupling.directions.removals import Projection
+from tl_coupling.directions.projections import Projection
+from tl_coupling.directions.random_directions import frames
 from tl_coupling.jacobians import Decomposed, JacobianOptions
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
