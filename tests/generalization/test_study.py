@@ -21,7 +21,7 @@ from tl_coupling.generalization import (
     read_scores,
     task_means,
 )
-from tl_coupling.generalization.tables import coupling_table, per_prompt
+from tl_coupling.generalization.model_tables import coupling_table, per_prompt
 from unequal_variance import line_of_unequal_variance
 
 

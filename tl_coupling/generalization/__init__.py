@@ -10,16 +10,16 @@ from tl_coupling.generalization.associations import (
     resampled,
 )
 from tl_coupling.generalization.covariates import CovariateLine, covariate_lines
-from tl_coupling.generalization.prompts import (
+from tl_coupling.generalization.model_tables import paper_table1, read_scores
+from tl_coupling.generalization.prompt_correlations import (
     PromptCorrelation,
     PromptPoints,
     PromptRelation,
     prompt_correlations,
     prompt_relation,
 )
-from tl_coupling.generalization.result import Generalization
 from tl_coupling.generalization.study import generalization_study
-from tl_coupling.generalization.tables import paper_table1, read_scores
+from tl_coupling.generalization.study_result import Generalization
 from tl_coupling.generalization.tasks import (
     fits_across_tasks,
     split_by_task,

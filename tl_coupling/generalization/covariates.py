@@ -7,7 +7,7 @@ import numpy as np
 import pandas
 from jaxtyping import Float
 
-from tl_coupling.generalization.tables import add_families
+from tl_coupling.generalization.model_tables import add_families
 from tl_coupling.statistics import LinearFit, evaluate, linear_fit
 
 # Beside coupling itself; sizes that span decades by their logarithms.

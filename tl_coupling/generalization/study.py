@@ -17,10 +17,7 @@ from tl_coupling.generalization.leaving_out import (
     leave_one_family_out,
     leave_one_out,
 )
-from tl_coupling.generalization.prompts import PromptCorrelation, prompt_correlations
-from tl_coupling.generalization.remarks import CommonPrompts, is_by_outcome
-from tl_coupling.generalization.result import Generalization
-from tl_coupling.generalization.tables import (
+from tl_coupling.generalization.model_tables import (
     LAST,
     MeasuredModels,
     add_families,
@@ -31,6 +28,12 @@ from tl_coupling.generalization.tables import (
     per_prompt,
     stack_rows,
 )
+from tl_coupling.generalization.prompt_correlations import (
+    PromptCorrelation,
+    prompt_correlations,
+)
+from tl_coupling.generalization.study_remarks import CommonPrompts, is_by_outcome
+from tl_coupling.generalization.study_result import Generalization
 from tl_coupling.generalization.tasks import fits_across_tasks, split_by_task
 from tl_coupling.measures import MeasureName, mean_name, measured_in
 from tl_coupling.statistics import (

@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from tl_coupling.arguments import Count, Seed, checked
 from tl_coupling.generalization.associations import FEWEST_RESAMPLED
-from tl_coupling.generalization.tables import (
+from tl_coupling.generalization.model_tables import (
     checkpoint_rows,
     coupling_table,
     per_prompt,

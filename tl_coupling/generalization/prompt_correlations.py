@@ -8,7 +8,7 @@ import xarray
 from jaxtyping import Bool, Float, Shaped
 
 from tl_coupling.arguments import Count, Seed, checked
-from tl_coupling.generalization.tables import checkpoint_rows, per_prompt
+from tl_coupling.generalization.model_tables import checkpoint_rows, per_prompt
 from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Interval,

@@ -9,11 +9,11 @@ import numpy as np
 import pandas
 
 from tl_coupling.arguments import made_by
-from tl_coupling.generalization import remarks
+from tl_coupling.generalization import study_remarks
 from tl_coupling.generalization.associations import Association
 from tl_coupling.generalization.leaving_out import LeaveOneOut
-from tl_coupling.generalization.prompts import PromptCorrelation
-from tl_coupling.generalization.remarks import CommonPrompts
+from tl_coupling.generalization.prompt_correlations import PromptCorrelation
+from tl_coupling.generalization.study_remarks import CommonPrompts
 from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Attenuation,
@@ -153,18 +153,20 @@ class Generalization:
             "difficulty": self.prompt_difficulty,
         }
         return [
-            *remarks.remark_on_strength(
+            *study_remarks.remark_on_strength(
                 self.association, self.familywise, self.exponential
             ),
-            *remarks.remark_on_different_prompts(self.common_prompts),
-            *remarks.remark_on_single_family(self.table),
-            *remarks.remark_on_noise(self.attenuation, line),
-            *remarks.remark_on_slopes_inside_families(line, self.partial.get("family")),
-            *remarks.remark_on_reversed_slopes(line, groups),
-            *remarks.remark_on_reversed_correlations(correlations),
-            *remarks.remark_on_selection(self.selected),
-            *remarks.remark_on_influence("model", self.influence),
-            *remarks.remark_on_influence("family", self.family_influence),
+            *study_remarks.remark_on_different_prompts(self.common_prompts),
+            *study_remarks.remark_on_single_family(self.table),
+            *study_remarks.remark_on_noise(self.attenuation, line),
+            *study_remarks.remark_on_slopes_inside_families(
+                line, self.partial.get("family")
+            ),
+            *study_remarks.remark_on_reversed_slopes(line, groups),
+            *study_remarks.remark_on_reversed_correlations(correlations),
+            *study_remarks.remark_on_selection(self.selected),
+            *study_remarks.remark_on_influence("model", self.influence),
+            *study_remarks.remark_on_influence("family", self.family_influence),
         ]
 
     def to_dict(self) -> dict[str, object]:

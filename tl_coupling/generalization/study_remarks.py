@@ -11,8 +11,8 @@ import pandas
 
 from tl_coupling.generalization.associations import Association
 from tl_coupling.generalization.leaving_out import ALPHA, LeaveOneOut
-from tl_coupling.generalization.prompts import PromptCorrelation
-from tl_coupling.generalization.tables import FAMILY
+from tl_coupling.generalization.model_tables import FAMILY
+from tl_coupling.generalization.prompt_correlations import PromptCorrelation
 from tl_coupling.statistics import (
     WANTED,
     Attenuation,
