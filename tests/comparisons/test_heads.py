@@ -116,8 +116,9 @@ def test_a_head_of_low_rank_has_no_axes_and_is_named(tiny_trace, monkeypatch):
         return tlc.block_parts(trace, layer, *options, **more)
 
     monkeypatch.setattr("tl_coupling.comparisons.heads.block_parts", block_parts)
-    with pytest.warns(UserWarning, match="1 of 8 heads .*L1H2 has 2"):
+    with pytest.warns(UserWarning, match="1 of 8 heads .*L1H2 has 2") as warned:
         result = head_coupling(tiny_trace, k=4)
+    assert warned[0].filename == __file__
     assert result.coupling[:, 6].isnan().all()
     assert result.coupling[6, :6].isfinite().all()
     assert all(pair.vectors_of != "L1H2" for pair in result.strongest(100))

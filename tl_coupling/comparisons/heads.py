@@ -1,6 +1,5 @@
 """Which heads of different layers share axes: every head coupled with every other."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -10,7 +9,7 @@ from einops import einsum, rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.jacobians import block_parts, chosen_layers
 from tl_coupling.measures import (
     Orientation,
@@ -317,12 +316,10 @@ def _have_enough(
             if rank < k
         ]
         shown = ", ".join(lacking[:3]) + ", …" * (len(lacking) > 3)
-        warnings.warn(
+        warn_caller(
             f"{len(lacking)} of {len(labels)} heads have fewer than k = {k} singular "
             f"values above {_RANK_TOLERANCE:g} of their largest ({shown}): in their "
-            "singular vectors coupling is undefined (NaN)",
-            UserWarning,
-            stacklevel=3,
+            "singular vectors coupling is undefined (NaN)"
         )
     return has_vectors
 
