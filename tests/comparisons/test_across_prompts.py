@@ -136,6 +136,19 @@ def test_a_saved_result_says_all(result, tmp_path):
     assert "3 prompts" in repr(loaded)
 
 
+def test_what_differs_between_prompts_is_recorded_of_each(model):
+    """The way to its Jacobians, and remarks."""
+    traces = [tlc.trace(model, prompt) for prompt in PROMPTS]
+    traces[1].provenance["remarks"].append("the second is odd")
+    provenance = tlc.prompt_coupling(traces, k=K).provenance
+    for t, paths in zip((3, 1, 5), provenance["paths"], strict=True):
+        assert list(paths) == [f"layer {layer}, token {t}" for layer in (0, 1)]
+        assert set(paths.values()) == {"token_local_linearised"}
+    assert provenance["remarks"] == ["the second is odd"]
+    assert provenance["model"] == traces[0].provenance["model"]
+    assert "tokens" not in provenance
+
+
 def test_what_cannot_be_compared_is_refused(model, traces):
     with pytest.raises(ValueError, match="at least two prompts, got 1"):
         tlc.prompt_coupling(traces[:1])

@@ -229,6 +229,16 @@ def test_traces_are_of_one_model_traced_in_one_way(model):
     assert of_normed.provenance["final_norm"] is True
 
 
+def test_the_provenance_is_of_all_prompts(model):
+    traces = [tlc.trace(model, prompt) for prompt in PROMPTS[:2]]
+    traces[1].provenance["remarks"].append("the second is odd")
+    provenance = tlc.directions.shared_subspace(traces, rank=2, k=2).provenance
+    assert provenance["prompts"] == PROMPTS[:2]
+    assert provenance["remarks"] == ["the second is odd"]
+    assert provenance["model"] == traces[0].provenance["model"]
+    assert not {"prompt", "tokens", "str_tokens"} & provenance.keys()
+
+
 @pytest.mark.parametrize("side", ["read", "write"])
 def test_on_a_random_model_the_shared_subspace_is_as_needed_as_others(model, side):
     """Nothing is trained here: the subspace lies among the draws of its controls."""

@@ -14,7 +14,12 @@ from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
 from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.means import MeanCouplingMap
-from tl_coupling.comparisons.one_model import DifferentPrompts, check_one_model
+from tl_coupling.comparisons.one_model import (
+    DifferentPrompts,
+    check_one_model,
+    common_facts,
+    prompt_name,
+)
 from tl_coupling.comparisons.pairs import (
     as_trace,
     context_coupling,

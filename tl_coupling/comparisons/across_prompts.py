@@ -13,6 +13,7 @@ from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.comparisons.one_model import (
     DifferentPrompts,
     check_one_model,
+    common_facts,
     prompt_name,
 )
 from tl_coupling.comparisons.pairs import as_trace
@@ -78,7 +79,8 @@ class PromptCoupling(Saved):
         layers: counted from 0.
         prompts: the texts, or other names.
         positions: the token of each prompt, counted from 0.
-        provenance: what all prompts have in common; JSON-able.
+        provenance: what all prompts have in common, the remarks on any of them, and
+            `paths`, the way to each Jacobian, by prompt; JSON-able.
 
     Example:
         >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
@@ -316,7 +318,7 @@ def prompt_coupling(
         (torch.Size([1, 4, 4]), 0.293)
     """
     traced = [as_trace(item) for item in traces]
-    common = _common_provenance(traced)
+    _check_comparable(traced)
     k = fitting_k(k, traced[0].d_model)
     # One layer keeps its axis in the result.
     if isinstance(layers, int):
@@ -326,13 +328,16 @@ def prompt_coupling(
     # The bar counts layers, and Jacobians within one have none.
     options = JacobianOptions(chunk_size, max_memory, progress=False)
     layer_pairs: list[_LayerPairs] = []
-    paths: dict[str, str] = {}
+    paths: list[dict[str, str]] = [{} for _ in traced]
     for layer in with_progress(selected_layers, progress, "layers"):
         decomposed = _decomposed(traced, layer, positions, k, options)
         layer_pairs.append(_compared(decomposed, k))
-        # The path that computed the first prompt's Jacobian is recorded for all
-        # prompts.
-        paths |= decomposed[0].paths
+        for prompt_paths, prompt_jacobian in zip(paths, decomposed, strict=True):
+            prompt_paths.update(prompt_jacobian.paths)
+    # Each once; more are added while a trace is measured.
+    remarks = dict.fromkeys(
+        text for trace in traced for text in trace.provenance.get("remarks", ())
+    )
     return PromptCoupling(
         matrices=torch.stack([pairs.matrices for pairs in layer_pairs]),
         write_cosines=torch.stack([pairs.write_cosines for pairs in layer_pairs]),
@@ -344,8 +349,9 @@ def prompt_coupling(
         prompts=tuple(prompt_name(trace) for trace in traced),
         positions=tuple(positions),
         provenance={
-            **common,
+            **_common_provenance(traced),
             "prompts": [prompt_name(trace) for trace in traced],
+            "remarks": list(remarks),
             "str_tokens_at_position": [
                 trace.str_tokens[t] for trace, t in zip(traced, positions, strict=True)
             ],
@@ -405,11 +411,9 @@ def _compared(decomposed: Sequence[Decomposed], k: int) -> _LayerPairs:
     )
 
 
-def _common_provenance(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return what the provenances of all traces say alike.
-
-    Raises ValueError for fewer than two, one twice, and unless all are of one model,
-    traced in one way.
+def _check_comparable(traces: Sequence[Trace]) -> None:
+    """Raise ValueError for fewer than two prompts, for one twice, and unless all are of
+    one model, traced in one way.
     """
     if len(traces) < 2:
         raise ValueError(
@@ -422,9 +426,14 @@ def _common_provenance(traces: Sequence[Trace]) -> dict[str, Any]:
     for trace in traces:
         check_one_model(first, trace.provenance, "traces")
         prompts.add_traced(trace)
-    return {
-        name: fact
-        for name, fact in first.items()
-        # What differs, such as the texts, is listed by prompt in the result.
-        if all(trace.provenance.get(name) == fact for trace in traces)
-    }
+
+
+def _common_provenance(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return what the provenances of all traces say alike.
+
+    What differs, such as the texts, is listed by prompt in the result.
+    """
+    common: dict[str, Any] = dict(traces[0].provenance)
+    for trace in traces[1:]:
+        common = common_facts(common, trace.provenance)
+    return common

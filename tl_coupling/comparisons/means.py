@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons.maps import CouplingMap, Options, PerPair
+from tl_coupling.comparisons.one_model import common_facts
 from tl_coupling.measures import (
     MEASURES,
     AnyMeasure,
@@ -300,11 +301,7 @@ def _common_facts(common: Facts, facts: Facts) -> Facts:
             f"both called {facts.get('model')!r}: "
             "take the mean of each alone, and give each a `label` of its own"
         )
-    return {
-        name: fact
-        for name, fact in common.items()
-        if name in facts and facts[name] == fact
-    }
+    return common_facts(common, facts)
 
 
 def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -51,6 +51,15 @@ def check_one_model(
             )
 
 
+def common_facts(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a provenance that another one holds too, and alike."""
+    return {
+        name: fact
+        for name, fact in first.items()
+        if name in other and other[name] == fact
+    }
+
+
 class DifferentPrompts:
     """Prompts that must differ: one that came twice would count as two, and intervals
     over prompts would be too narrow.

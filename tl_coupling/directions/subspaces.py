@@ -13,8 +13,10 @@ from tl_coupling.comparisons import (
     DifferentPrompts,
     as_trace,
     check_one_model,
+    common_facts,
     decomposed_layers,
     depth_maps,
+    prompt_name,
 )
 from tl_coupling.directions.interventions import (
     Hook,
@@ -70,7 +72,8 @@ class Subspace(Saved):
             directions, `[side layer 3]`.
         layers: the blocks.
         k: how many singular vectors of each block counted.
-        provenance: how it was made; JSON-able.
+        provenance: what all prompts have in common, their texts and the remarks on
+            any of them; JSON-able.
 
     Example:
         >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
@@ -249,7 +252,9 @@ def shared_subspace(
         layers=tuple(sums.layers),
         k=k,
         provenance={
-            **sums.provenance,
+            **sums.common,
+            "prompts": sums.names,
+            "remarks": list(sums.remarks),
             "n_prompts": sums.n_prompts,
             "position": position,
             "weights": weights,
@@ -278,23 +283,30 @@ class _Sums:
 
     Attributes:
         layers: the blocks.
-        provenance: of the first prompt.
+        first: the provenance of the first prompt, with which the others must be of one
+            model.
+        common: what the provenances of all prompts say alike.
         G: sums of projectors, of even and of odd prompts, `[half side d d]`.
         energies: sums of `JᵀJ` and of `JJᵀ`, `[side layer d d]`.
         streams: what each block read and wrote at all tokens but the first.
         n_prompts: how many there were.
         weight: sum of the weights of all blocks.
         prompts: those that were added.
+        names: of the prompts.
+        remarks: on any of the prompts, each once.
     """
 
     layers: list[int]
-    provenance: dict[str, Any]
+    first: dict[str, Any]
+    common: dict[str, Any]
     G: Float[Tensor, "2 2 d d"]
     energies: Float[Tensor, "2 n_layers d d"]
     streams: list[Float[Tensor, "2 n_layers n_tokens d"]]
     n_prompts: int = 0
     weight: float = 0.0
     prompts: DifferentPrompts = field(default_factory=DifferentPrompts)
+    names: list[str] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, traced: Trace, layers: Sequence[int] | None) -> "_Sums":
@@ -306,6 +318,7 @@ class _Sums:
         d = traced.d_model
         return cls(
             indices,
+            dict(traced.provenance),
             dict(traced.provenance),
             torch.zeros(2, 2, d, d, dtype=torch.float64),
             torch.zeros(2, len(indices), d, d),
@@ -339,11 +352,15 @@ class _Sums:
             self.energies[0, i] += J.mT @ J
             self.energies[1, i] += J @ J.mT
         self.streams.append(_streams(traced, self.layers))
+        self.common = common_facts(self.common, traced.provenance)
+        self.names.append(prompt_name(traced))
+        # Complete by now: remarks are added while a trace is measured.
+        self.remarks |= dict.fromkeys(traced.provenance.get("remarks", ()))
         self.n_prompts += 1
         self.weight += float(layer_weights.sum())
 
     def _check(self, traced: Trace) -> None:
-        check_one_model(self.provenance, traced.provenance, "traces")
+        check_one_model(self.first, traced.provenance, "traces")
         self.prompts.add_traced(traced)
         for layer in self.layers:
             if traced.blocks[layer].remark_on_norms():
