@@ -61,6 +61,23 @@ def test_every_measure_at_every_k_is_the_loop_over_corners(pairs):
             assert value == pytest.approx(expected[measure], abs=1e-12)
 
 
+def test_what_is_undefined_at_one_k_is_nan_and_not_infinite():
+    """`A` that is not 0 has no distance in units of a J_1 that is."""
+    A = torch.ones(2, D, D, dtype=torch.float64)
+    S = torch.stack([torch.zeros(D), torch.ones(D)])
+    with pytest.warns(UserWarning, match="is 0 for 8 matrices") as warned:
+        values = measures_at_every_k(A, S)
+    # Of the norm of p = 2, which several measures share, and of p = 1.
+    assert [str(record.message).split()[0] for record in warned] == [
+        "‖s_{1,K}‖₂",
+        "‖s_{1,K}‖_p",
+    ]
+    with pytest.warns(UserWarning, match="is 0 for 1 matrices"):
+        expected = [measure.value(A, S) for measure in MEASURES.values()]
+    assert torch.equal(values[:, -1].isnan(), torch.stack(expected).isnan())
+    assert not values.isinf().any()
+
+
 @pytest.mark.parametrize("name", MEASURES)
 def test_a_measure_of_a_name_is_the_loop(pairs, name):
     A, S = pairs

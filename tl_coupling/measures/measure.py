@@ -220,7 +220,8 @@ class SpectralMiscoupling(Measure):
         if self.p == 2:
             # `_corners` has the length for p = 2, and warned where it is 0.
             return distance / corners.length_or_nan
-        return distance / corners.s.pow(self.p).cumsum(-1).pow(1 / self.p)
+        length = corners.s.pow(self.p).cumsum(-1).pow(1 / self.p)
+        return distance / nan_where_zero(length, "‖s_{1,K}‖_p")
 
     def null(self, moments: Moments) -> Tensor:
         """Return `√E[m_K²]`."""
