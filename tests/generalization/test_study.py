@@ -765,6 +765,15 @@ def survey_of_a_task_that_couples_more() -> tuple[xarray.Dataset, pandas.DataFra
     return data, scores
 
 
+def test_a_warning_of_missing_prompts_points_at_the_users_line():
+    data = survey(n_models=5)
+    data["mean_coupling"][3, :, 4] = np.nan
+    message = "org/m3: some prompts were not measured; means are over the 5 of 6"
+    with pytest.warns(UserWarning, match=message) as warned:
+        generalization_study(data, n_resamples=50)
+    assert {record.filename for record in warned} == {__file__}
+
+
 @pytest.mark.filterwarnings("ignore:.*some prompts were not measured")
 def test_a_missing_task_does_not_flip_the_slope():
     """Models are compared on what all have; means over different prompts are a remark."""

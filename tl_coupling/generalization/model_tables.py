@@ -290,11 +290,9 @@ def _warn_of_gaps(mixed: MixedMeans) -> None:
     taken = f"means are over the {mixed.n_common} of {mixed.n_prompts} that all have"
     if not mixed.n_common:
         taken = "none was measured in all models, so means are over those of each"
-    # Once for one set of models, whichever k or task is looked at.
-    warnings.warn(
-        f"{', '.join(mixed.models)}: some prompts were not measured; {taken}",
-        stacklevel=1,
-    )
+    # One text for one set of models: Python shows it once, whichever k or task is
+    # looked at.
+    warn_caller(f"{', '.join(mixed.models)}: some prompts were not measured; {taken}")
 
 
 def _names(rows: pandas.DataFrame, left_out: Mapping[str, str]) -> str:
