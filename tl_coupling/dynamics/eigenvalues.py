@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.dynamics.conjugation import generator_of, rotated
-from tl_coupling.dynamics.usable_jacobians import usable_jacobians
+from tl_coupling.dynamics.usable_jacobians import divisor, usable_jacobians
 from tl_coupling.jacobians import (
     block_jacobian,
     block_jacobians,
@@ -25,9 +25,6 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import parallel_map
 from tl_coupling.traces import Trace
-
-# Sums of squares neither overflow nor vanish between a size and its inverse.
-_LARGE = 1e100
 
 
 @made_by("dynamics.eigenvalues(trace)")
@@ -229,18 +226,17 @@ def _sizes(
 
     It is 1 but for very large and very small ones. Warns of zeros.
     """
-    largest = torch.stack([matrix.abs().max() for matrix in J])
-    if zeros := [
-        layer for layer, size in zip(layers, largest, strict=True) if not size
-    ]:
+    zeros = [
+        layer for layer, matrix in zip(layers, J, strict=True) if not bool(matrix.any())
+    ]
+    if zeros:
         warn_caller(
             "the Jacobian is zero at "
             f"layer{'s' * (len(zeros) > 1)} {', '.join(map(str, zeros))}: "
             "the departure from normality there is NaN"
         )
     # Of a zero J the size is 1, and its departure 0 / 0.
-    is_in_range = (largest > 1 / _LARGE) & (largest < _LARGE)
-    return torch.where(is_in_range | (largest == 0), 1.0, largest)
+    return J.new_tensor([divisor(matrix) for matrix in J])
 
 
 class _BlockEigenvalues(NamedTuple):

@@ -14,12 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Device, checked
+from tl_coupling.dynamics.usable_jacobians import divisor
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.progress import Progress
 from tl_coupling.traces import Trace
-
-# Sums of squares neither overflow nor vanish between a size and its inverse.
-_LARGE = 1e100
 
 
 @checked
@@ -84,8 +82,8 @@ class FactoredProduct:
             )
         if not bool(M.isfinite().all()):
             raise ValueError("`M` must be finite, got NaN or infinite entries")
-        divisor = _divisor(M)
-        columns = (M.double() / divisor) @ self.Q
+        size = divisor(M)
+        columns = (M.double() / size) @ self.Q
         # Sorted from large to small, QR leaves a well conditioned T (see the source).
         sizes = columns.norm(dim=0).log() + self.log_scale
         order = sizes.argsort(descending=True)
@@ -97,7 +95,7 @@ class FactoredProduct:
         finite_scale = log_scale.masked_fill(log_scale == -torch.inf, 0.0)
         # Each row relative to its largest entry.
         rows = R.sign() * (log_entries - finite_scale[:, None]).exp()
-        return FactoredProduct(Q, log_scale + math.log(divisor), rows @ self.T[order])
+        return FactoredProduct(Q, log_scale + math.log(size), rows @ self.T[order])
 
     def log_singular_values(self) -> Float[Tensor, " d"]:
         """Return the natural logarithms of the singular values, from large to small.
@@ -128,13 +126,6 @@ class FactoredProduct:
                 "too large for float64: read `log_singular_values()`"
             )
         return product
-
-
-def _divisor(M: Tensor) -> float:
-    """Return 1, or the largest entry of a matrix whose squares overflow or vanish."""
-    largest = float(M.abs().max())
-    is_in_range = 1 / _LARGE < largest < _LARGE
-    return 1.0 if is_in_range or largest == 0 else largest
 
 
 def step_matrix(J: Float[Tensor, "d d"]) -> Float[Tensor, "d d"]:

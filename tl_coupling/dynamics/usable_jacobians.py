@@ -11,6 +11,8 @@ from tl_coupling.spectra import check_matrices
 # Products of two matrices of this size stay finite in float32, and in float64.
 _LARGEST_IN_FLOAT32 = 1e30
 _LARGEST = 1e300
+# Sums of squares neither overflow nor vanish between a size and its inverse.
+_LARGE = 1e100
 
 
 def usable_jacobians(
@@ -35,6 +37,13 @@ def usable_jacobians(
             f"float64, got {largest:g}"
         )
     return J.double() if largest > _LARGEST_IN_FLOAT32 else J
+
+
+def divisor(M: Tensor) -> float:
+    """Return 1, or the largest entry of a matrix whose squares overflow or vanish."""
+    largest = float(M.abs().max())
+    is_in_range = 1 / _LARGE < largest < _LARGE
+    return 1.0 if is_in_range or largest == 0 else largest
 
 
 def check_steps(J: Float[Tensor, "n_layers d d"], layers: Sequence[int]) -> None:

@@ -11,13 +11,11 @@ from scipy import stats
 
 from tl_coupling.statistics.expressions import columns_of
 from tl_coupling.statistics.fits import Subset, subset_mask
-from tl_coupling.statistics.intervals import orders_of_blocks
+from tl_coupling.statistics.intervals import ROUNDING, orders_of_blocks
 
 ALL_PROMPTS = "all prompts"
 ALL_MODELS = "all models"
 _LOOK = ["k", "measure", "task", "subset"]
-# Equal up to rounding.
-_SAME = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +129,7 @@ def _corrected(
     p: Float[np.ndarray, " n_looks"], smallest_p: Float[np.ndarray, " n_orders"]
 ) -> Float[np.ndarray, " n_looks"]:
     """Return the share of orders whose smallest p is no larger; NaN where p is."""
-    is_as_small = smallest_p[:, None] <= p * (1 + _SAME)
+    is_as_small = smallest_p[:, None] <= p * (1 + ROUNDING)
     return np.where(np.isnan(p), np.nan, is_as_small.mean(0))
 
 
@@ -201,7 +199,7 @@ def _correlations(
         spread_x = sum_xx - sum_x**2 / n
         spread_y = sum_yy - sum_y**2 / n
         r = (y @ x.T - sum_x * sum_y / n) / np.sqrt(spread_x * spread_y)
-    is_defined = (n >= 3) & (spread_x > _SAME) & (spread_y > _SAME)
+    is_defined = (n >= 3) & (spread_x > ROUNDING) & (spread_y > ROUNDING)
     return np.where(is_defined, np.clip(r, -1, 1), np.nan), n
 
 

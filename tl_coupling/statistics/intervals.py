@@ -28,8 +28,9 @@ _DRAWS_AT_A_TIME = 500
 # n/(n + 1) is 95 %.
 _FEWEST_OF_BAND = 3
 _FEWEST_OF_FULL_BAND = 19
-# Equal up to rounding.
-_SAME = 1e-9
+# Statistics of the same numbers in another order differ by less, relative to their size:
+# they are equal up to rounding.
+ROUNDING = 1e-9
 # Fourth powers of what is fitted must neither overflow nor vanish: influence takes
 # determinants of squares.
 _LARGEST = 1e50
@@ -277,7 +278,7 @@ def _share(permuted: Float[np.ndarray, " n_orders"], observed: float) -> float:
     """Return the share of the orders, the observed one among them, in which a statistic
     is at least as large.
     """
-    return float((permuted >= observed * (1 - _SAME)).mean())
+    return float((permuted >= observed * (1 - ROUNDING)).mean())
 
 
 def cluster_robust(
@@ -333,7 +334,7 @@ def _inverse_root(matrix: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
     Directions that the fit takes up whole hold no residual.
     """
     values, vectors = np.linalg.eigh(matrix)
-    roots = [value**-0.5 if value > _SAME else 0.0 for value in values]
+    roots = [value**-0.5 if value > ROUNDING else 0.0 for value in values]
     return vectors @ np.diag(roots) @ vectors.T
 
 
