@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import tl_coupling as tlc
+from linear_blocks import D, affine_trace
+from random_matrices import gaussian
 from tl_coupling.comparisons import FrozenCoupling, frozen_coupling
 from tl_coupling.dynamics import frozen_jacobian
 
@@ -53,6 +55,15 @@ def test_it_is_saved_and_says_what_it_is(
     assert repr(loaded) == repr(result)
     assert f"mean coupling {result.full.mean():.3f}" in repr(result)
     assert f"frozen {result.frozen.mean():.3f}" in repr(result)
+
+
+def test_a_block_that_adds_nothing_has_no_difference_and_warns() -> None:
+    A = torch.stack([gaussian(D, D, seed=layer) for layer in range(3)])
+    A[1] = 0
+    with pytest.warns(UserWarning, match="‖J‖_F is 0 for 1 matrices") as warned:
+        result = frozen_coupling(affine_trace(A), k=D, progress=False)
+    assert result.differences.isnan().tolist() == [False, True, False]
+    assert {record.filename for record in warned} == {__file__}
 
 
 def test_layers_and_positions_are_chosen(tiny_trace: tlc.Trace) -> None:

@@ -19,7 +19,7 @@ from tl_coupling.jacobians import (
     chosen_layers,
     decompose_each,
 )
-from tl_coupling.measures import Orientation
+from tl_coupling.measures import Orientation, nan_where_zero
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import fitting_k
@@ -36,8 +36,8 @@ class FrozenCoupling(Saved):
         matrices: A of every pair of layers, of J and of J⁺, `[2 n_layers n_layers k k]`.
         singular_values: of each J and each J⁺, `[2 n_layers k]`.
         frobenius_norms: of each J and each J⁺, `[2 n_layers]`.
-        differences: `‖J − J⁺‖ / ‖J‖` of each layer, in the Frobenius norm; NaN where J
-            is zero.
+        differences: `‖J − J⁺‖ / ‖J‖` of each layer, in the Frobenius norm; NaN, with a
+            warning, where J is zero.
         layers: the layers that were compared.
         position: the token.
         d_model: size of the Jacobians.
@@ -168,11 +168,12 @@ def frozen_coupling(
         torch.linalg.matrix_norm(full.jacobian(i) - frozen.jacobian(i))
         for i in range(len(connections))
     ]
+    sizes = nan_where_zero(full.frobenius_norms, "‖J‖_F")
     return FrozenCoupling(
         matrices=torch.stack([each.matrices for each in maps]),
         singular_values=torch.stack([each.singular_values for each in maps]),
         frobenius_norms=torch.stack([each.frobenius_norms for each in maps]),
-        differences=torch.stack(differences) / full.frobenius_norms,
+        differences=torch.stack(differences) / sizes,
         layers=maps[0].row_layers,
         # A result counts tokens from 0, where the caller may have counted from the end.
         position=t,

@@ -21,6 +21,7 @@ from tl_coupling.measures.matrices import (
     captured_energy,
     coupling_matrix,
     miscoupling,
+    nan_where_zero,
     normalized_miscoupling,
     spectral_miscoupling,
 )
