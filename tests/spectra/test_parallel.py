@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from tl_coupling.arguments import measuring
-from tl_coupling.spectra.parallel import background_map, parallel_map
+from tl_coupling.spectra import parallel_map
 
 CPU = torch.device("cpu")
 ELSEWHERE = torch.device("meta")
 ITEMS = [torch.full((2,), float(i)) for i in range(6)]
 SUMS = [2.0 * i for i in range(6)]
-MAPS = pytest.mark.parametrize("mapped", [parallel_map, background_map])
+ONE_WORKER = partial(parallel_map, n_workers=1)
+MAPS = pytest.mark.parametrize("mapped", [parallel_map, ONE_WORKER])
 
 
 @pytest.fixture
@@ -54,17 +55,10 @@ def test_results_are_in_order_and_threads_as_before(
 
 
 @pytest.mark.parametrize(
-    ("mapped", "n", "of_worker", "own"),
-    [
-        (parallel_map, 2, 1, 1),
-        (parallel_map, 5, 1, 1),
-        (background_map, 2, 1, 1),
-        (background_map, 5, 1, 3),
-        (partial(background_map, n_workers=1), 8, 1, 7),
-    ],
+    ("n_workers", "n", "own"), [(None, 2, 1), (None, 5, 1), (1, 2, 1), (3, 8, 5)]
 )
-def test_threads_of_torch_are_shared_out(
-    mapped: Callable, n: int, of_worker: int, own: int, n_threads: Callable
+def test_each_worker_has_one_core_and_this_thread_the_others(
+    n_workers: int | None, n: int, own: int, n_threads: Callable
 ) -> None:
     n_threads(n)
     own_threads: list[int] = []
@@ -74,10 +68,12 @@ def test_threads_of_torch_are_shared_out(
             own_threads.append(torch.get_num_threads())
             yield item
 
-    of_workers = mapped(lambda _: torch.get_num_threads(), items(), CPU)
-    assert of_workers == [of_worker] * len(ITEMS)
-    # The first two are read before there are workers.
-    assert own_threads[2:] == [own] * (len(ITEMS) - 2)
+    def threads_of_worker(_: Tensor) -> int:
+        return torch.get_num_threads()
+
+    results = parallel_map(threads_of_worker, items(), CPU, n_workers)
+    assert results == [1] * len(ITEMS)
+    assert own_threads == [own] * len(ITEMS)
 
 
 @MAPS
@@ -87,13 +83,8 @@ def test_no_item_and_one(mapped: Callable, n: int, n_threads: Callable) -> None:
     assert mapped(slow_first, iter(ITEMS[:n]), CPU) == SUMS[:n]
 
 
-def test_one_item_has_all_threads(n_threads: Callable) -> None:
-    n_threads(3)
-    assert parallel_map(lambda _: torch.get_num_threads(), ITEMS[:1], CPU) == [3]
-
-
 @pytest.mark.parametrize(
-    ("mapped", "n", "most"), [(background_map, 4, 3), (parallel_map, 3, 4)]
+    ("mapped", "n", "most"), [(ONE_WORKER, 4, 2), (parallel_map, 3, 4)]
 )
 def test_few_items_are_made_at_a_time(
     mapped: Callable, n: int, most: int, n_threads: Callable

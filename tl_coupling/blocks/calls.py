@@ -189,7 +189,7 @@ class BlockCall:
         """
         recording = Context(None, self.position_dim, 0)
         try:
-            self._in_context(recording, X.clone(), position, 1)
+            self._run(recording, self._laid_out(X.clone()), len(X), position, 1)
         except KeysAndValues as recorded:
             keys, values = recorded.args
             return keys, values
@@ -205,7 +205,7 @@ class BlockCall:
         """
         recording = Context(None, self.position_dim, 0)
         recording.runs_on = True
-        Y = self._in_context(recording, X.clone(), None, 1)
+        Y = self._run(recording, self._laid_out(X.clone()), len(X), None, 1)
         if len(recording.seen) != 2:
             raise _no_context()
         keys, values = recording.seen
@@ -258,7 +258,9 @@ class BlockCall:
         """
         assert context.rows is not None
         n_keys = context.rows[0].shape[self.position_dim] + 1
-        return self._in_context(context, X, context.before, n_keys).reshape(X.shape)
+        stream = self._laid_out(X)
+        output = self._run(context, stream, len(X), context.before, n_keys)
+        return output.reshape(X.shape)
 
     def row_outputs(
         self, rows: Float[Tensor, "n_rows d_model"], context: Context
@@ -280,15 +282,6 @@ class BlockCall:
         if len(context.seen) < 2:
             raise _no_context()
         return output.reshape(rows.shape)
-
-    def _in_context(
-        self,
-        context: Context,
-        X: Float[Tensor, "n_rows d_model"],
-        position: int | None,
-        n_keys: int,
-    ) -> Tensor:
-        return self._run(context, self._laid_out(X), len(X), position, n_keys)
 
     def _run(
         self,

@@ -4,17 +4,13 @@ How it is evaluated is in `rows`, how it is checked in `gate`, how its Jacobians
 evaluated in `ways`.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import is_out_of_memory
-from tl_coupling.gradients.rows import mlp_on_rows
-from tl_coupling.gradients.stream_norms import normalises, stream_norms
+from tl_coupling.gradients.stream_norms import stream_norms
 from tl_coupling.gradients.ways import DifferentiatedBlock
 
 
@@ -41,55 +37,6 @@ class BlockFunction(DifferentiatedBlock):
         """Return `f(X)`, on the full sequence."""
         with self.evaluation():
             return self.added(X)
-
-    def refer_to(self, output_positions: Iterable[int]) -> None:
-        """Make references of several positions, and remark on norms of the stream.
-
-        As `CheckedBlock.refer_to`, with the same errors.
-        """
-        super().refer_to(output_positions)
-        self.remark_on_norms()
-
-    # Blocks that normalise the stream
-
-    def remark_on_norms(self) -> bool:
-        """Say whether the block normalises the stream itself, and remark on it.
-
-        `block(X) − X` then holds `−I`. A function that includes the model's final norm
-        does not count. Cost: one forward pass of the block, once; none where `refer_to`
-        was called before.
-        """
-        if self._normalises:
-            self.remarks.add(
-                "normalises",
-                f"layer {self.layer}: the block normalises the stream itself (as "
-                "post-norm does), so block(X) − X holds −I; coupling compares what its "
-                "residual branches add before their norms",
-            )
-        return self._normalises
-
-    @cached_property
-    def _normalises(self) -> bool:
-        if self.norm is not None or self.stream_norms is not None:
-            return False
-        # Seen in passing; a block that seems to is looked at by itself.
-        if self.seems_to_normalise is False:
-            return False
-        # Where the MLP treats each row by itself, one row of it will do: it is most of
-        # the work.
-        on_one_row = partial(mlp_on_rows, self.call.module, [0], len(self.X))
-        contexts: list[Callable[[], AbstractContextManager[None]]]
-        contexts = [on_one_row, nullcontext]
-        with self.evaluation():
-            for around in contexts:
-                try:
-                    with around():
-                        return normalises(self.call, self.X)
-                except Exception as error:
-                    # A foreign block may raise anything, which the gate says.
-                    if is_out_of_memory(error):
-                        raise
-        return False
 
     def branches(self) -> "BlockFunction":
         """Return what the block's residual branches add to the stream.

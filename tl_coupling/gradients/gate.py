@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.gradients.rows import EvaluatedBlock, mlp_on_rows
 from tl_coupling.gradients.slopes import converges, with_moves_ahead
 from tl_coupling.gradients.stairs import Stairs
-from tl_coupling.gradients.stream_norms import FAR, stays_small
+from tl_coupling.gradients.stream_norms import FAR, normalises, stays_small
 
 TOLERANCE = 1e-4
 # Relative to the norm of the residual stream, or of all rows of a reference: f is a
@@ -137,6 +137,48 @@ class CheckedBlock(EvaluatedBlock):
             self._check_recorded_call(self.recorded)
         with self.evaluation():
             self.references.update(self._checked_references(sorted(missing)))
+        self.remark_on_norms()
+
+    # Norms of the stream
+
+    def remark_on_norms(self) -> bool:
+        """Say whether the block normalises the stream itself, and remark on it.
+
+        `block(X) − X` then holds `−I`. A function that includes the model's final norm
+        does not count. Cost: one forward pass of the block, once; none where `refer_to`
+        was called before.
+        """
+        if self._normalises:
+            self.remarks.add(
+                "normalises",
+                f"layer {self.layer}: the block normalises the stream itself (as "
+                "post-norm does), so block(X) − X holds −I; coupling compares what its "
+                "residual branches add before their norms",
+            )
+        return self._normalises
+
+    @cached_property
+    def _normalises(self) -> bool:
+        if self.norm is not None or self.stream_norms is not None:
+            return False
+        # Seen in passing; a block that seems to is looked at by itself.
+        if self.seems_to_normalise is False:
+            return False
+        # Where the MLP treats each row by itself, one row of it will do: it is most of
+        # the work.
+        on_one_row = partial(mlp_on_rows, self.call.module, [0], len(self.X))
+        contexts: list[Callable[[], AbstractContextManager[None]]]
+        contexts = [on_one_row, nullcontext]
+        with self.evaluation():
+            for around in contexts:
+                try:
+                    with around():
+                        return normalises(self.call, self.X)
+                except Exception as error:
+                    # A foreign block may raise anything, which the gate says.
+                    if is_out_of_memory(error):
+                        raise
+        return False
 
     def agrees(
         self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int

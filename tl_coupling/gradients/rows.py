@@ -1,7 +1,7 @@
 """What a block adds to the residual stream, computed on all rows or on one of them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from tl_coupling.blocks import (
     exact_arithmetic,
 )
 from tl_coupling.gradients.remarks import Remarks
-from tl_coupling.gradients.stream_norms import StreamNorms
+from tl_coupling.gradients.stream_norms import ObservedNorms, StreamNorms
 
 
 @dataclass(eq=False)
@@ -65,7 +65,9 @@ class EvaluatedBlock:
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> Float[Tensor, "n_pos d_model"]:
         """Return f(X)."""
-        return self._output(lambda: self.call(X)) - X
+        with self._observed_norms() as norms:
+            Y = self.call(X)
+        return self._normalised(Y, norms) - X
 
     def added_with_context(
         self, X: Float[Tensor, "n_pos d_model"]
@@ -75,15 +77,9 @@ class EvaluatedBlock:
         Raises:
             BlockError: the block does not give them.
         """
-        recorded: list[tuple[Tensor, Tensor]] = []
-
-        def run() -> Tensor:
+        with self._observed_norms() as norms:
             Y, keys_and_values = self.call.output_with_context(X)
-            recorded.append(keys_and_values)
-            return Y
-
-        Y = self._output(run) - X
-        return Y, recorded[0]
+        return self._normalised(Y, norms) - X, keys_and_values
 
     def added_to_each(
         self, streams: Float[Tensor, "n_streams n_pos d_model"]
@@ -93,7 +89,9 @@ class EvaluatedBlock:
         Raises:
             BlockError: the block does not take several.
         """
-        return self._output(lambda: self.call.outputs(streams)) - streams
+        with self._observed_norms() as norms:
+            Y = self.call.outputs(streams)
+        return self._normalised(Y, norms) - streams
 
     def added_to_row(
         self, x: Float[Tensor, " d_model"], t2: int, context: tuple[Tensor, ...]
@@ -102,25 +100,38 @@ class EvaluatedBlock:
 
         `context` holds keys and values of the rows that act on it.
         """
-        return self._output(lambda: self.call.row(x, t2, context)) - x
+        with self._observed_norms() as norms:
+            y = self.call.row(x, t2, context)
+        return self._normalised(y, norms) - x
 
     def row_output(
         self, X: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
         """Return `x + f(x)` of rows that all stand at the context's place."""
-        return self._output(lambda: self.call.row_output(X, context))
+        with self._observed_norms() as norms:
+            Y = self.call.row_output(X, context)
+        return self._normalised(Y, norms)
 
     def row_outputs(
         self, rows: Float[Tensor, "n_rows d_model"], context: Context
     ) -> Float[Tensor, "n_rows d_model"]:
         """Return `x + f(x)` of each of several rows, each alone at the context's place."""
-        return self._output(lambda: self.call.row_outputs(rows, context))
+        with self._observed_norms() as norms:
+            Y = self.call.row_outputs(rows, context)
+        return self._normalised(Y, norms)
 
-    def _output(
-        self, run: Callable[[], Float[Tensor, "*rows d_model"]]
+    def _observed_norms(self) -> AbstractContextManager[ObservedNorms]:
+        """Return the context in which the norms of the stream are noted, if any."""
+        if self.stream_norms is None:
+            return nullcontext({})
+        return self.stream_norms.observed()
+
+    def _normalised(
+        self, Y: Float[Tensor, "*rows d_model"], norms: ObservedNorms
     ) -> Float[Tensor, "*rows d_model"]:
-        """Return what a call of the block gives, before its norms and after `norm`."""
-        Y = run() if self.stream_norms is None else self.stream_norms.before(run)
+        """Return a block's output before the norms of its stream and after `norm`."""
+        if self.stream_norms is not None:
+            Y = self.stream_norms.undone(Y, norms)
         if self.norm is None:
             return Y
         normalised: Tensor = self.norm(Y.reshape(1, -1, Y.shape[-1]))

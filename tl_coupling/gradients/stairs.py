@@ -99,11 +99,14 @@ def _word(name: str) -> str:
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, and in tuples and lists of them."""
-    for value in values:
+    # A stack, because this runs for every operation of a block.
+    unread = list(values)
+    while unread:
+        value = unread.pop()
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, tuple | list):
-            yield from _tensors(value)
+            unread.extend(value)
 
 
 def _stairs_name(func: Callable[..., Any], output: object) -> str | None:

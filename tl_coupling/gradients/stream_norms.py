@@ -15,7 +15,7 @@ nothing passes by: with its output held, that of the block is constant.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -55,6 +55,9 @@ class _Observed(NamedTuple):
     output: Tensor
 
 
+ObservedNorms = dict[NormCall, _Observed]
+
+
 class StreamNorms:
     """The norms that the stream passes through in a block, in order.
 
@@ -64,19 +67,22 @@ class StreamNorms:
     def __init__(self, calls: Sequence[NormCall]) -> None:
         self.calls = tuple(calls)
 
-    def before(
-        self, run: Callable[[], Float[Tensor, "*rows d_model"]]
+    def observed(self) -> AbstractContextManager[ObservedNorms]:
+        """Return the context in which the calls of these norms are noted."""
+        return _observing([norm.module for norm in self.calls])
+
+    def undone(
+        self, Y: Float[Tensor, "*rows d_model"], observed: ObservedNorms
     ) -> Float[Tensor, "*rows d_model"]:
         """Return `X + g(X)`: the block's output, and all that its norms took away.
 
         Args:
-            run: calls the block on X.
+            Y: what the block gave.
+            observed: the calls of the norms on the way.
 
         Raises:
-            BlockError: `run` does not call every norm on the rows that it gives.
+            BlockError: not every norm was called on the rows that the block gives.
         """
-        with _observing([norm.module for norm in self.calls]) as observed:
-            Y = run()
         for call in self.calls:
             norm = observed.get(call)
             if norm is None or norm.input.numel() != Y.numel():

@@ -23,9 +23,9 @@ from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.spectra import (
     SimilarRanks,
     Spectrum,
-    background_map,
     check_cut,
     fitting_k,
+    parallel_map,
     singular_values,
     svd,
 )
@@ -201,7 +201,7 @@ def all_singular_values(
 
     computed = _in_turns([Request(trace, connections)], options)
     # One after the other: the rank of one is what is tried for the next.
-    results = background_map(decomposed, computed, _device(trace), n_workers=1)
+    results = parallel_map(decomposed, computed, _device(trace), n_workers=1)
     paths = [path for _, path in results]
     return torch.cat([values for values, _ in results]), _by_name(connections, paths)
 
@@ -390,7 +390,7 @@ def _decomposed(
         n_triplets = min(k + 1, trace.d_model)
     if shelf is not None:
         computed = _shelved(computed, shelf)
-    results = background_map(
+    results = parallel_map(
         partial(_triplets, n_triplets), computed, _device(trace), budget.at_once
     )
     n_prompts = len(requests)

@@ -20,6 +20,7 @@ from tl_coupling.spectra.matrix_readings import (
     tail_energy,
 )
 from tl_coupling.spectra.parallel import background_map, parallel_map
+from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.similar_ranks import SimilarRanks
 from tl_coupling.spectra.spectrum import Spectrum
 

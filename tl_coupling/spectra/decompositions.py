@@ -147,7 +147,11 @@ def _map_matrices(
         for part, part_of_one in zip(parts, decompose(matrices[i]), strict=True):
             part[i] = part_of_one
 
-    parallel_map(fill, range(n), J.device)
+    if n == 1:
+        # One alone has all cores.
+        fill(0)
+    else:
+        parallel_map(fill, range(n), J.device, min(n, torch.get_num_threads()))
     return [part.reshape(J.shape[:-2] + part.shape[1:]) for part in parts]
 
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -21,33 +20,6 @@ Result = TypeVar("Result")
 
 
 def parallel_map(
-    function: Callable[[Item], Result], items: Iterable[Item], device: torch.device
-) -> list[Result]:
-    """Return the function of each item, in order; each worker has one of the cores.
-
-    One item alone has all of them.
-
-    Args:
-        function: of one item: linear algebra, and little Python.
-        items: read by this thread, one more than there are workers at a time.
-        device: where the items are computed. On another than the CPU, which has cores
-            of its own, they are computed one after the other by this thread.
-
-    Example:
-        >>> from tl_coupling.spectra import parallel_map
-        >>> matrices = [torch.eye(2), torch.eye(3)]
-        >>> parallel_map(torch.trace, matrices, torch.device("cpu"))
-        [tensor(2.), tensor(3.)]
-    """
-    unread = iter(items)
-    first = list(islice(unread, 2))
-    if len(first) == 1:
-        return [function(first[0])]
-    n_workers = torch.get_num_threads()
-    return _mapped(function, chain(first, unread), device, n_workers, own_threads=1)
-
-
-def background_map(
     function: Callable[[Item], Result],
     items: Iterable[Item],
     device: torch.device,
@@ -55,40 +27,36 @@ def background_map(
 ) -> list[Result]:
     """Return the function of each item, in order, while the next items are made.
 
-    Jacobians take Python, products of a few rows, and a core or two; their SVDs the
-    others.
+    Jacobians, for one, take Python, products of a few rows, and a core or two; their
+    SVDs the others.
 
     Args:
-        function: of one item.
+        function: of one item: linear algebra, and little Python.
         items: made by this thread, one more than there are workers at a time.
-        device: as in `parallel_map`.
-        n_workers: at most; by default half of the cores. Each has one core, and this
-            thread the others: threads of torch that wait for each other spin, and take
-            the time of those that work.
+        device: where the items are computed. On another than the CPU, which has cores
+            of its own, they are computed one after the other by this thread.
+        n_workers: by default as many as there are cores. Each has one core, and this
+            thread those that are left: threads of torch that wait for each other spin,
+            and take the time of those that work.
+
+    Example:
+        >>> from tl_coupling.spectra import parallel_map
+        >>> matrices = [torch.eye(2), torch.eye(3)]
+        >>> parallel_map(torch.trace, matrices, torch.device("cpu"))
+        [tensor(2.), tensor(3.)]
     """
-    n_threads = torch.get_num_threads()
-    most = n_threads // 2
-    n_workers = most if n_workers is None else min(n_workers, most)
-    return _mapped(function, items, device, n_workers, n_threads - n_workers)
-
-
-def _mapped(
-    function: Callable[[Item], Result],
-    items: Iterable[Item],
-    device: torch.device,
-    n_workers: int,
-    own_threads: int,
-) -> list[Result]:
     n_threads = torch.get_num_threads()
     if device.type != "cpu" or n_threads == 1:
         return list(map(function, items))
+    if n_workers is None:
+        n_workers = n_threads
     results: list[Result] = []
     begun: deque[Future[Result]] = deque()
     with ExitStack() as undo:
         pool = ThreadPoolExecutor(n_workers, initializer=_begin_worker)
         undo.callback(torch.set_num_threads, n_threads)
         undo.callback(pool.shutdown, cancel_futures=True)
-        torch.set_num_threads(own_threads)
+        torch.set_num_threads(max(1, n_threads - n_workers))
         for item in items:
             begun.append(pool.submit(function, item))
             # Not kept while the next is made.
