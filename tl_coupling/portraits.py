@@ -21,7 +21,7 @@ from tl_coupling.comparisons import (
 from tl_coupling.directions import Decoded, decode
 from tl_coupling.dynamics import Products, products
 from tl_coupling.influence import Influence, cross_token_influence
-from tl_coupling.jacobians import Connection, with_cache
+from tl_coupling.jacobians import Connection, caching_trace
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import DEFAULT_K, fitting_k
@@ -173,7 +173,7 @@ def token_portrait(
     k = fitting_k(k, trace.d_model)
     # Only Jacobians that are read again are kept: those of all tokens would not fit
     # into memory.
-    trace = with_cache(trace, _read_again(trace, maps, (layer, other_layer), ends))
+    trace = caching_trace(trace, _read_again(trace, maps, (layer, other_layer), ends))
 
     def map_of(name: TokenMap) -> CouplingMap:
         """Return one map."""
@@ -307,7 +307,7 @@ def portrait(
     block_products = None
     if with_products:
         block_products = products(trace, position=output, progress=progress)
-    cached = with_cache(trace, _read_again(trace, maps, (layer, other_layer), ends))
+    cached = caching_trace(trace, _read_again(trace, maps, (layer, other_layer), ends))
     depth = depth_coupling(
         cached, ks[-1], output, orientation=orientation, progress=progress
     )

@@ -17,7 +17,7 @@ from linear_blocks import affine_trace
 from tl_coupling.blocks import BlockError
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.gradients import DerivativeError, StepError
-from tl_coupling.gradients.evaluation import over_seeds
+from tl_coupling.gradients.evaluation import pull_back_identity
 
 pytestmark = pytest.mark.both_lines
 
@@ -465,7 +465,7 @@ def test_memory_that_runs_out_halves_the_chunk() -> None:
         J[rows] = 2 * seeds
 
     J = torch.full((10, 10), torch.nan)
-    over_seeds(pull, torch.zeros(10), 10)
+    pull_back_identity(pull, torch.zeros(10), 10)
     assert torch.equal(J, 2 * torch.eye(10))
     assert chunks == [10, 5, 2, 2, 2, 2, 2]
 

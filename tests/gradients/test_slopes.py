@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_coupling.gradients.slopes import converges, with_moves_ahead
+from tl_coupling.gradients.slopes import converges, deviation_of_one_move
 
 # How many slopes are judged at once, and how many coordinates move in each.
 N, WIDTH = 400, 32
@@ -182,7 +182,7 @@ def test_moves_are_computed_together_and_are_the_same() -> None:
         calls.append(moves)
         return torch.tensor([[move**2] for move in moves])
 
-    deviation = with_moves_ahead(deviations)
+    deviation = deviation_of_one_move(deviations)
     asked = [0.01, -0.01, 0.005, -0.005, 0.0025, -0.0025, 0.00125]
     assert [float(deviation(move)) for move in asked] == pytest.approx(
         [move**2 for move in asked]

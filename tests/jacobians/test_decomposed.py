@@ -18,11 +18,11 @@ from tl_coupling.gradients import BlockFunction
 from tl_coupling.jacobians import (
     Connection,
     Decomposed,
+    caching_trace,
     couple,
     decompose,
     decomposed,
     passing,
-    with_cache,
 )
 
 pytestmark = pytest.mark.both_lines
@@ -195,7 +195,7 @@ def test_coupling_matrices_are_those_of_the_formula(
 
 def decomposed_from(J: np.ndarray, k: int) -> Decomposed:
     connections = [Connection(layer, 0, 0, 0) for layer in range(len(J))]
-    return Decomposed.of(torch.from_numpy(J), connections, k)
+    return Decomposed.from_jacobians(torch.from_numpy(J), connections, k)
 
 
 def test_with_a_cache_each_jacobian_is_computed_once(
@@ -213,9 +213,9 @@ def test_with_a_cache_each_jacobian_is_computed_once(
     n_alone = counts.totals()[0]
     counts.jacobians.clear()
     outputs = [Connection(layer, t, LAST, t) for layer in (0, 1) for t in range(N)]
-    cached = with_cache(tiny_trace, outputs)
+    cached = caching_trace(tiny_trace, outputs)
     # One that has a cache keeps more in it.
-    assert with_cache(cached, [Connection(0, 0, 0, 0)]) is cached
+    assert caching_trace(cached, [Connection(0, 0, 0, 0)]) is cached
     found = measured(cached)
     assert all(map(torch.equal, found, expected))
     # Depth and self share two; the fixed output shares all of its with the influence.

@@ -29,7 +29,7 @@ from tl_coupling.jacobians.decomposed import sharing_a_reading
 from tl_coupling.jacobians.memory import Budget, MapSizes, Needs
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS
 from tl_coupling.jacobians.shelf import Shelf
-from tl_coupling.jacobians.sizes import in_words, n_bytes
+from tl_coupling.jacobians.sizes import format_bytes, n_bytes
 from tl_coupling.surveys import Settings, measure_prompts
 from tl_coupling.surveys.units import Folder, Unit
 
@@ -53,7 +53,7 @@ def test_what_is_no_size(tiny_trace: tlc.Trace, text: int | str) -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [in_words(size) for size in (5, 2048, 3 * 2**20, 2**40)] == [
+    assert [format_bytes(size) for size in (5, 2048, 3 * 2**20, 2**40)] == [
         "5 B",
         "2 KiB",
         "3 MiB",
@@ -70,12 +70,12 @@ def test_at_work_are_a_jacobian_and_the_svds_of_others() -> None:
         spectra=0,
         jacobians=0,
         matrix=100,
-        of_seed=8,
+        seed_bytes=8,
         chunk_size=4,
-        at_once=3,
+        n_svds=3,
     )
     assert needs.working == (4 * 8 + 100) + 3 * 12 * 100 + 4 * 100
-    assert replace(needs, at_once=1).working == (4 * 8 + 100) + 12 * 100 + 2 * 100
+    assert replace(needs, n_svds=1).working == (4 * 8 + 100) + 12 * 100 + 2 * 100
 
 
 @pytest.mark.parametrize(("n_threads", "expected"), [(1, 1), (2, 1), (8, 4), (64, 30)])
@@ -83,8 +83,8 @@ def test_as_many_svds_at_once_as_threads_beside_the_one_of_the_jacobians(
     tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch, n_threads: int, expected
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
-    sizes = MapSizes.of(tiny_trace, n_rows=30, n_columns=30, k=4)
-    assert Needs.of(tiny_trace.blocks[0].call.module, sizes).at_once == expected
+    sizes = MapSizes.from_trace(tiny_trace, n_rows=30, n_columns=30, k=4)
+    assert Needs.from_block(tiny_trace.blocks[0].call.module, sizes).n_svds == expected
 
 
 @pytest.mark.parametrize(("n_that_fit", "expected"), [(0, 1), (3, 3), (math.inf, 4)])
@@ -96,19 +96,21 @@ def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
     monkeypatch.setattr(
         "tl_coupling.jacobians.memory._free_memory", lambda _: 2 * n_that_fit * of_one
     )
-    sizes = MapSizes.of(tiny_trace, n_rows=30, n_columns=30, k=4)
+    sizes = MapSizes.from_trace(tiny_trace, n_rows=30, n_columns=30, k=4)
     block = tiny_trace.blocks[0].call.module
-    assert Budget.of(block, sizes, DEFAULT_OPTIONS).at_once == expected
+    assert Budget.from_block(block, sizes, DEFAULT_OPTIONS).n_svds == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_a_shelf_gives_back_what_was_put(dtype: torch.dtype, in_memory: bool) -> None:
+def test_a_shelf_gives_back_what_was_put(
+    dtype: torch.dtype, keeps_in_memory: bool
+) -> None:
     matrices = torch.randn(5, 3, 3, dtype=dtype)
-    shelf = Shelf(5, matrices[0], in_memory)
+    shelf = Shelf(5, matrices[0], keeps_in_memory)
     shelf.put(0, matrices[:2].mT)
     shelf.put(2, matrices[2:].mT)
-    assert (shelf._file is None) is in_memory
+    assert (shelf._file is None) is keeps_in_memory
     for i in (4, 0, 2, 1, 3):
         assert torch.equal(shelf.take(i), matrices[i].mT)
 
@@ -139,9 +141,9 @@ def test_with_the_least_memory_the_result_is_the_same(
     kept: list[bool] = []
     make = Shelf.__init__
 
-    def noted(self: Shelf, n: int, like: torch.Tensor, in_memory: bool) -> None:
-        kept.append(in_memory)
-        make(self, n, like, in_memory)
+    def noted(self: Shelf, n: int, like: torch.Tensor, keeps_in_memory: bool) -> None:
+        kept.append(keeps_in_memory)
+        make(self, n, like, keeps_in_memory)
 
     monkeypatch.setattr(Shelf, "__init__", noted)
     result = compare(

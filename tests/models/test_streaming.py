@@ -14,7 +14,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.blocks.streamed import without_blocks
+from tl_coupling.blocks.streamed import streamed_passage
 from tl_coupling.models import facts_of, streaming
 
 pytestmark = pytest.mark.both_lines
@@ -242,12 +242,12 @@ def test_blocks_whose_arguments_depend_on_the_stream_are_refused() -> None:
         Y = model.blocks[0](X, torch.ones(()))
         model.blocks[1](Y, Y.mean() if of_stream else X.mean())
 
-    assert len(without_blocks(model, lambda: run(False), 3).calls) == 2
+    assert len(streamed_passage(model, lambda: run(False), 3).calls) == 2
     with pytest.raises(
         ValueError,
         match="argument 'scale' of block 1 depends on what earlier blocks computed",
     ):
-        without_blocks(model, lambda: run(True), 3)
+        streamed_passage(model, lambda: run(True), 3)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:

@@ -235,11 +235,11 @@ class BlockCall:
         """Return the block's output at `position`, from the row there and the keys and
         values of other rows.
         """
-        around = self.context(position, context)
+        row_context = self.context(position, context)
         # Not [0, 0]: the derivative of a selection is a matrix of zeros with one row
         # filled in, for every seed.
-        output = self.row_output(x[None].clone(), around).reshape(-1)
-        if len(around.seen) < 2:
+        output = self.row_output(x[None].clone(), row_context).reshape(-1)
+        if len(row_context.seen) < 2:
             raise _no_context()
         return output
 
@@ -454,13 +454,13 @@ def _settings(part: nn.Module) -> dict[str, int | float | str]:
 
 def _same_setting(a: object, b: object, layer_a: int, layer_b: int) -> bool:
     if isinstance(a, str) and isinstance(b, str):
-        return _without_layer(a, layer_a) == _without_layer(b, layer_b)
+        return _erase_layer(a, layer_a) == _erase_layer(b, layer_b)
     if type(a) is int and type(b) is int and a - layer_a == b - layer_b:
         return True
     return bool(a == b)
 
 
-def _without_layer(text: str, layer: int) -> str:
+def _erase_layer(text: str, layer: int) -> str:
     return re.sub(rf"\b{layer}\b", "layer", text)
 
 

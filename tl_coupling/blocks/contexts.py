@@ -80,13 +80,13 @@ class Context:
         if self.moved is not None:
             self.moved.append(new)
             new = new.detach()
-        around = self.rows[part]
-        if len(new) != len(around):
+        other_rows = self.rows[part]
+        if len(new) != len(other_rows):
             # Several sequences with the same rows around the new ones.
-            around = around.expand(len(new), *around.shape[1:])
-        n_after = around.shape[self.dim] - self.before
-        rows_before = around.narrow(self.dim, 0, self.before)
-        rows_after = around.narrow(self.dim, self.before, n_after)
+            other_rows = other_rows.expand(len(new), *other_rows.shape[1:])
+        n_after = other_rows.shape[self.dim] - self.before
+        rows_before = other_rows.narrow(self.dim, 0, self.before)
+        rows_after = other_rows.narrow(self.dim, self.before, n_after)
         return torch.cat([rows_before, new, rows_after], self.dim)
 
 

@@ -59,7 +59,7 @@ class Passage:
     rounded: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(
+    def record(
         cls,
         model: nn.Module,
         blocks: Sequence[nn.Module],
@@ -88,7 +88,7 @@ class Passage:
             run()
         _check_order(passage.calls, list(blocks))
         _check_shapes(passage.calls, n_pos)
-        passage.calls[:] = map(_in_rows, passage.calls)
+        passage.calls[:] = map(_flatten_streams, passage.calls)
         _check_finite(passage.calls, model)
         _check_unchanged_between(passage.calls, len(blocks))
         return passage
@@ -137,12 +137,12 @@ class Passage:
         """Return one call, with its arguments in `dtype`."""
         call = self.calls[layer].call
         arguments = {
-            name: map_tensors(value, partial(self._in_dtype, dtype, name))
+            name: map_tensors(value, partial(self._cast_argument, dtype, name))
             for name, value in call.arguments.items()
         }
         return replace(call, arguments=arguments)
 
-    def _in_dtype(self, dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
+    def _cast_argument(self, dtype: torch.dtype, name: str, tensor: Tensor) -> Tensor:
         """Return a captured argument in `dtype`: computed again by its module in that
         precision, or else as it was rounded.
         """
@@ -160,17 +160,18 @@ def _rotary_modules_outside(
     model: nn.Module, blocks: Sequence[nn.Module]
 ) -> set[nn.Module]:
     """Return the modules that make rotary embeddings for all blocks."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+    block_module_ids = {id(module) for block in blocks for module in block.modules()}
     # A bridge does not list every part of the model that it wraps.
     wrapped = getattr(model, "original_model", model)
     return {
         module
         for module in {*model.modules(), *wrapped.modules()}
-        if "rotary" in type(module).__name__.lower() and id(module) not in inside
+        if "rotary" in type(module).__name__.lower()
+        and id(module) not in block_module_ids
     }
 
 
-def _in_rows(recorded: RecordedCall) -> RecordedCall:
+def _flatten_streams(recorded: RecordedCall) -> RecordedCall:
     """Return a call with its streams as `[n_pos d_model]`, both where the block lives.
 
     What it gets may lie where the block before does.

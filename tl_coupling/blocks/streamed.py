@@ -23,14 +23,16 @@ def passage_of(model: Any, run: Callable[[], object], n_pos: int | None) -> Pass
     what they would be given.
 
     Raises:
-        ValueError: as `Passage.of` and `without_blocks`.
+        ValueError: as `Passage.record` and `streamed_passage`.
     """
     if facts_of(model).is_streamed:
-        return without_blocks(model, run, n_pos)
-    return Passage.of(model, list(model.blocks), run, n_pos)
+        return streamed_passage(model, run, n_pos)
+    return Passage.record(model, list(model.blocks), run, n_pos)
 
 
-def without_blocks(model: Any, run: Callable[[], object], n_pos: int | None) -> Passage:
+def streamed_passage(
+    model: Any, run: Callable[[], object], n_pos: int | None
+) -> Passage:
     """Return what a model does while `run` runs it, but for its blocks: each is given
     what the one before is said to return.
 
@@ -38,7 +40,7 @@ def without_blocks(model: Any, run: Callable[[], object], n_pos: int | None) -> 
     are given must be the same.
 
     Raises:
-        ValueError: as `Passage.of`; or a block's arguments depend on what earlier
+        ValueError: as `Passage.record`; or a block's arguments depend on what earlier
             blocks computed.
     """
     facts = facts_of(model)
@@ -79,7 +81,7 @@ def _passage_of_stand_ins(
         for block in model.blocks
     }
     with forwards_replaced(forwards):
-        return Passage.of(model, list(model.blocks), run, n_pos)
+        return Passage.record(model, list(model.blocks), run, n_pos)
 
 
 def _returned(

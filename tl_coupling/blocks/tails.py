@@ -48,11 +48,11 @@ def logits(
         _check_rows(x, outputs.empty_stream.shape[-1])
         skipped = [final_norm(model, model_input)] if normalised else []
         rows = x.reshape(-1, x.shape[-1])
-        of_batches = [
+        batch_logits = [
             _tail(model, model_input, batch, outputs, skipped)
             for batch in rows.split(model_input.n_rows_at_once)
         ]
-        return torch.cat(of_batches).reshape(*x.shape[:-1], -1)
+        return torch.cat(batch_logits).reshape(*x.shape[:-1], -1)
 
 
 def _check_rows(x: Tensor, d_model: int) -> None:
@@ -133,8 +133,8 @@ def _checked_outputs(model: nn.Module, model_input: ModelInput) -> BlockOutputs:
     lengths = tuple(output.length for output in returned)
     outputs = BlockOutputs(dtype, lengths, X.new_empty(0, X.shape[-1]))
     # In reverse, because rows must not depend on where they are.
-    in_reverse = _tail(model, model_input, X[0].flip(0), outputs)
-    computed = in_reverse.flip(0)[: len(expected)]
+    reversed_logits = _tail(model, model_input, X[0].flip(0), outputs)
+    computed = reversed_logits.flip(0)[: len(expected)]
     if not _close(computed, expected, X.dtype):
         error = float((computed - expected).norm() / expected.norm())
         raise ValueError(

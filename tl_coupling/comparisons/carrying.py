@@ -434,7 +434,7 @@ def _shares(
 ) -> _Shares:
     # `[n_frames k k]`, and of the components `[n_frames component k k]`.
     A = frames.left @ J @ frames.right.mT
-    A_c = components.between(frames.left, frames.right)
+    A_c = components.bilinear(frames.left, frames.right)
     return _Shares(
         components.names,
         diagonal_shares(A_c, A),

@@ -57,7 +57,7 @@ def jacobian_coupling(
     if not n:
         raise ValueError("`J` is empty: wanted at least one matrix")
     connections = [Connection(layer, position, position, position) for layer in names]
-    decomposed = Decomposed.of(J, connections, k)
+    decomposed = Decomposed.from_jacobians(J, connections, k)
     # Without a trace nothing else says which matrix a warning is about.
     check_cut(decomposed.spectra.S, k, [f"layer {layer}" for layer in names])
     coupled = couple(decomposed, decomposed, (orientation,))

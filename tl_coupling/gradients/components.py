@@ -42,7 +42,7 @@ class Components:
     Attributes:
         read: Z_h, the derivative of each head's output z.
         write: W_h, what each entry of z adds to the stream.
-        through_mlp: what the MLP adds because of it; None of a block where the MLP does
+        mlp_of_attention: what the MLP adds because of it; None of a block where the MLP does
             not act on attention.
         mlp: M; None of a block without one.
         skip: what becomes of the stream that enters, less the identity; None where it
@@ -52,7 +52,7 @@ class Components:
 
     read: Float[Tensor, "n_heads d_head d_model"]
     write: Float[Tensor, "n_heads d_head d_model"]
-    through_mlp: Float[Tensor, "n_heads d_head d_model"] | None
+    mlp_of_attention: Float[Tensor, "n_heads d_head d_model"] | None
     mlp: Float[Tensor, "d_model d_model"] | None
     skip: Float[Tensor, "d_model d_model"] | None
     has_heads: bool
@@ -65,7 +65,7 @@ class Components:
             names = [f"H{head}" for head in range(len(self.read))]
         if self.mlp is not None:
             names.append("mlp_out")
-        if self.through_mlp is not None:
+        if self.mlp_of_attention is not None:
             names.append("mlp∘attn")
         if self.skip is not None:
             names.append("skip")
@@ -73,16 +73,16 @@ class Components:
 
     def matrices(self) -> Float[Tensor, "component d_model d_model"]:
         """Return the components as matrices, in the order of their names."""
-        of_heads = einsum(
+        head_terms = einsum(
             self.write, self.read, "head z d_out, head z d_in -> head d_out d_in"
         )
-        matrices = list(of_heads)
+        matrices = list(head_terms)
         if self.mlp is not None:
             matrices.append(self.mlp)
-        if self.through_mlp is not None:
+        if self.mlp_of_attention is not None:
             matrices.append(
                 einsum(
-                    self.through_mlp,
+                    self.mlp_of_attention,
                     self.read,
                     "head z d_out, head z d_in -> d_out d_in",
                 )
@@ -91,7 +91,7 @@ class Components:
             matrices.append(self.skip)
         return torch.stack(matrices)
 
-    def between(
+    def bilinear(
         self,
         left: Float[Tensor, "n_frames k d_model"],
         right: Float[Tensor, "n_frames k d_model"],
@@ -101,18 +101,18 @@ class Components:
         Heads are never built as matrices: the cost is that of two matrices for each
         matrix among the components.
         """
-        in_z = einsum(self.read, right, "head z d, frame k d -> frame k head z")
-        from_z = einsum(self.write, left, "head z d, frame k d -> frame k head z")
+        right_in_z = einsum(self.read, right, "head z d, frame k d -> frame k head z")
+        left_in_z = einsum(self.write, left, "head z d, frame k d -> frame k head z")
         pattern = "frame i head z, frame j head z -> frame head i j"
-        terms = [einsum(from_z, in_z, pattern)]
+        terms = [einsum(left_in_z, right_in_z, pattern)]
         if self.mlp is not None:
             terms.append(left @ self.mlp @ right.mT)
-        if self.through_mlp is not None:
-            from_z = einsum(
-                self.through_mlp, left, "head z d, frame k d -> frame k head z"
+        if self.mlp_of_attention is not None:
+            left_in_z = einsum(
+                self.mlp_of_attention, left, "head z d, frame k d -> frame k head z"
             )
             pattern = "frame i head z, frame j head z -> frame i j"
-            terms.append(einsum(from_z, in_z, pattern))
+            terms.append(einsum(left_in_z, right_in_z, pattern))
         if self.skip is not None:
             terms.append(left @ self.skip @ right.mT)
         return torch.cat(
@@ -127,9 +127,9 @@ class Components:
         terms = [einsum(self.write @ J, self.read, pattern)]
         if self.mlp is not None:
             terms.append((self.mlp * J).sum()[None])
-        if self.through_mlp is not None:
-            of_heads = einsum(self.through_mlp @ J, self.read, pattern)
-            terms.append(of_heads.sum()[None])
+        if self.mlp_of_attention is not None:
+            head_terms = einsum(self.mlp_of_attention @ J, self.read, pattern)
+            terms.append(head_terms.sum()[None])
         if self.skip is not None:
             terms.append((self.skip * J).sum()[None])
         return torch.cat(terms)
@@ -137,8 +137,8 @@ class Components:
     def left_product(self, u: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
         """Return `uᵀ J`, of the sum of the components."""
         write = self.write
-        if self.through_mlp is not None:
-            write = write + self.through_mlp
+        if self.mlp_of_attention is not None:
+            write = write + self.mlp_of_attention
         product = (write @ u).flatten() @ self.read.flatten(0, 1)
         for J in (self.mlp, self.skip):
             if J is not None:
@@ -182,15 +182,15 @@ def linearised_components(
     factors = _factors(attention, J, block, chunk_size)
     reached: list[list[Tensor]] = []
 
-    def cut(from_attention: Tensor | None, *, keeps_mlp: bool) -> Replaced:
+    def cut(attention_rows: Tensor | None, *, keeps_mlp: bool) -> Replaced:
         """Replace what attention gives, by zero for None, and leave out the MLP."""
 
         def replaced(part: Part, _: Jacobian, rows: Sequence[Tensor]) -> Tensor | None:
             if part is attention:
                 reached.append([row.clone() for row in rows])
-                if from_attention is None:
+                if attention_rows is None:
                     return _zeros_of(part, rows)
-                return from_attention
+                return attention_rows
             if not keeps_mlp and _has_matrix(part.module):
                 return _zeros_of(part, rows)
             return None
@@ -198,18 +198,20 @@ def linearised_components(
         return replaced
 
     identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
-    through = linearised.through_parts
-    skip = through(identity.clone(), cut(None, keeps_mlp=False))
-    with_mlp = through(identity.clone(), cut(None, keeps_mlp=True))
+    apply = linearised.apply
+    skip = apply(identity.clone(), cut(None, keeps_mlp=False))
+    skip_with_mlp_kept = apply(identity.clone(), cut(None, keeps_mlp=True))
     for row, row_with_mlp in zip(*reached, strict=True):
         if not _is_nothing(row_with_mlp - row, row):
             raise BlockError("the MLP acts on attention")
     zeros = like.new_zeros(len(factors.write), len(like))
-    write = through(zeros.clone(), cut(factors.write, keeps_mlp=False))
-    both = through(zeros.clone(), cut(factors.write, keeps_mlp=True))
+    write = apply(zeros.clone(), cut(factors.write, keeps_mlp=False))
+    both = apply(zeros.clone(), cut(factors.write, keeps_mlp=True))
     read = sum(dz @ rows.mT for dz, rows in zip(factors.reads, reached[0], strict=True))
     assert isinstance(read, Tensor)
-    return _components(read, write, both, skip.mT, with_mlp.mT, factors.n_heads)
+    return _components(
+        read, write, both, skip.mT, skip_with_mlp_kept.mT, factors.n_heads
+    )
 
 
 def hooked_components(
@@ -253,7 +255,7 @@ def hooked_components(
     def held(_: nn.Module, __: object, output: Tensor) -> Tensor:
         return output.detach()
 
-    def with_held(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
+    def holding(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
         def value(x: Tensor) -> Tensor:
             with ExitStack() as hooks:
                 for point in points:
@@ -263,33 +265,33 @@ def hooked_components(
 
         return value
 
-    def of_shift(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
+    def shifted_output(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
         def value(shift: Tensor) -> Tensor:
             def shifted(_: nn.Module, __: object, output: Tensor) -> Tensor:
-                of_row = torch.zeros_like(output[0, :, ...].flatten(1))
+                row_shift = torch.zeros_like(output[0, :, ...].flatten(1))
                 index = torch.tensor([row], device=output.device)
-                moved = of_row.index_add(0, index, shift[None])
+                moved = row_shift.index_add(0, index, shift[None])
                 return output.detach() + moved.view_as(output)
 
             with z_point.register_forward_hook(shifted):
-                return with_held(*points)(x)
+                return holding(*points)(x)
 
         return value
 
-    def jacobian(of: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
-        return reverse_mode(of, (at,), lambda J: [J], 4, chunk_size)[1][0]
+    def jacobian(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+        return reverse_mode(function, (point,), lambda J: [J], 4, chunk_size)[1][0]
 
     zero = torch.zeros_like(z)
-    skip = jacobian(with_held(z_point, mlp_point), x)
-    with_mlp = skip
-    write = jacobian(of_shift(mlp_point), zero).mT
+    skip = jacobian(holding(z_point, mlp_point), x)
+    skip_with_mlp_kept = skip
+    write = jacobian(shifted_output(mlp_point), zero).mT
     both = write
     if mlp_point is not None:
-        with_mlp = jacobian(with_held(z_point), x)
-        both = jacobian(of_shift(), zero).mT
+        skip_with_mlp_kept = jacobian(holding(z_point), x)
+        both = jacobian(shifted_output(), zero).mT
     identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
     return _components(
-        reads[0], write, both, skip + identity, with_mlp + identity, n_heads
+        reads[0], write, both, skip + identity, skip_with_mlp_kept + identity, n_heads
     )
 
 
@@ -311,23 +313,23 @@ def _components(
         raise BlockError("attention and MLP are not what is added to the stream")
     identity = torch.eye(len(skip), dtype=skip.dtype, device=skip.device)
     mlp = skip_with_mlp - skip
-    through_mlp = write_with_mlp - write
+    mlp_of_attention = write_with_mlp - write
     changed = skip - identity
     shape = (n_heads or 1, -1, read.shape[1])
     return Components(
         read=read.reshape(shape),
         write=write.reshape(shape),
-        through_mlp=None
-        if _is_nothing(through_mlp, write)
-        else through_mlp.reshape(shape),
+        mlp_of_attention=None
+        if _is_nothing(mlp_of_attention, write)
+        else mlp_of_attention.reshape(shape),
         mlp=mlp if bool(mlp.any()) else None,
         skip=None if _is_nothing(changed, identity) else changed,
         has_heads=n_heads is not None,
     )
 
 
-def _is_nothing(difference: Tensor, beside: Tensor) -> bool:
-    return bool(difference.norm() <= _NOTHING * beside.norm())
+def _is_nothing(difference: Tensor, reference: Tensor) -> bool:
+    return bool(difference.norm() <= _NOTHING * reference.norm())
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -347,9 +349,9 @@ def _factors(
         return _Factors(J.W_O, [J.dz], J.n_heads)
     if not isinstance(J, list):
         raise BlockError("a norm meets other rows")
-    at_z = _factors_at_z(part, J, block, chunk_size)
-    if at_z is not None:
-        return at_z
+    z_factors = _factors_at_z(part, J, block, chunk_size)
+    if z_factors is not None:
+        return z_factors
     identity = torch.eye(len(J[0]), dtype=J[0].dtype, device=J[0].device)
     return _Factors(identity, J, None)
 
@@ -369,10 +371,10 @@ def _factors_at_z(
         shapes.append(noted.value.shape)
         return noted.value.reshape(-1)
 
-    def of_inputs(*gradients: Tensor) -> list[Tensor]:
+    def flatten_gradients(*gradients: Tensor) -> list[Tensor]:
         return [gradient.flatten(1) for gradient in gradients]
 
-    def of_shift(shift: Tensor) -> Tensor:
+    def shifted_output(shift: Tensor) -> Tensor:
         def shifted(_: nn.Module, __: object, z: Tensor) -> Tensor:
             return z.detach() + shift.view_as(z)
 
@@ -381,14 +383,16 @@ def _factors_at_z(
 
     inputs = tuple(part.inputs.values())
     try:
-        z, reads = reverse_mode(z_of, inputs, of_inputs, 4, chunk_size)
+        z, reads = reverse_mode(z_of, inputs, flatten_gradients, 4, chunk_size)
     except BlockError:
         return None
     n_heads = _n_heads(shapes[-1], block.get_submodule("attn"))
     if n_heads is None:
         return None
     zero = torch.zeros_like(z)
-    write = reverse_mode(of_shift, (zero,), of_inputs, 4, chunk_size)[1][0].mT
+    write = reverse_mode(shifted_output, (zero,), flatten_gradients, 4, chunk_size)[1][
+        0
+    ].mT
     for expected, read in zip(J, reads, strict=True):
         error = write.mT @ read - expected
         if not bool(error.norm() <= _HEADS_TOLERANCE * expected.norm()):

@@ -49,7 +49,7 @@ class PullBack:
         self._pull = _plain_vjp(self._function, self._inputs)[1]
         return self._pull(u)
 
-    def of_seeds(self, seeds: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def batched(self, seeds: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients of every seed, stacked.
 
         The seeds are rows of a tensor, or of a tuple of them. Where vmap fails, they
@@ -155,7 +155,7 @@ def _accumulated_gradients(
     return gradients
 
 
-def over_seeds(
+def pull_back_identity(
     pull: Callable[[slice, Tensor], None], y: Float[Tensor, " d"], chunk_size: int
 ) -> None:
     """Call `pull(rows, seeds)` for the rows of the identity, `chunk_size` at a time.
@@ -189,7 +189,7 @@ def chunk_that_fits(width: int, d_model: int) -> int:
 def reverse_mode(
     function: Callable[..., Float[Tensor, " d_out"]],
     inputs: tuple[Tensor, ...],
-    of_each_input: Callable[..., Iterable[Tensor]],
+    jacobian_rows: Callable[..., Iterable[Tensor]],
     width: int,
     chunk_size: int | None = None,
     seeds: Float[Tensor, "n_seeds d_out"] | None = None,
@@ -199,7 +199,7 @@ def reverse_mode(
     Args:
         function: of the inputs.
         inputs: where it is differentiated.
-        of_each_input: turns the gradients of the inputs, for a chunk of seeds, into the
+        jacobian_rows: turns the gradients of the inputs, for a chunk of seeds, into the
             rows of each Jacobian.
         width: the widest activation has `width * d_out` entries for each seed.
         chunk_size: seeds at a time; by default as many as fit into memory.
@@ -211,13 +211,13 @@ def reverse_mode(
 
     def pull(rows: slice, identity: Tensor) -> None:
         chunk = identity if seeds is None else seeds[rows]
-        gradients = pull_back.of_seeds(chunk)
-        for i, rows_of_J in enumerate(of_each_input(*gradients)):
+        gradients = pull_back.batched(chunk)
+        for i, rows_of_J in enumerate(jacobian_rows(*gradients)):
             if i == len(jacobians):
                 # Its width is known when its first rows are.
                 J = rows_of_J.new_empty(len(of_rows), rows_of_J.shape[1])
                 jacobians.append(J)
             jacobians[i][rows] = rows_of_J
 
-    over_seeds(pull, of_rows, chunk_size or chunk_that_fits(width, len(y)))
+    pull_back_identity(pull, of_rows, chunk_size or chunk_that_fits(width, len(y)))
     return y, jacobians

@@ -148,7 +148,7 @@ class Freezing(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             return self._attention(func, *args, **options)
         if name == "multi_head_attention_forward":
-            return self._within(func, *args, **options)
+            return self._run_composite(func, *args, **options)
         if name in _QUOTIENTS and len(args) > 1 and _is_differentiated(args[1]):
             return func(args[0], self._held(args[1]), *args[2:], **options)
         x: Any = args[0] if args else None
@@ -194,8 +194,8 @@ class Freezing(TorchFunctionMode):
         """Return `x · (value / x)`, the ratio held constant."""
         is_zero = x == 0
         ratio = torch.where(is_zero, torch.zeros_like(x), value / x)
-        at_zero = torch.where(is_zero, value, torch.zeros_like(x))
-        return x * self._held(ratio) + self._held(at_zero)
+        value_at_zero = torch.where(is_zero, value, torch.zeros_like(x))
+        return x * self._held(ratio) + self._held(value_at_zero)
 
     def _layer_norm(
         self,
@@ -229,7 +229,7 @@ class Freezing(TorchFunctionMode):
     ) -> Any:
         return func(self._held(query), self._held(key), *args, **options)
 
-    def _within(self, func: _Function, *args: Any, **options: Any) -> Any:
+    def _run_composite(self, func: _Function, *args: Any, **options: Any) -> Any:
         """Run a function of torch that is made of others, with constants in those.
 
         It would hand itself over once more: it asks `has_torch_function`.

@@ -129,12 +129,14 @@ class FrozenFunction(BlockFunction):
         rounding = eps * size[positions] * u.norm(dim=1)
         for moved in (torch.zeros_like(X), *(X + move * V for move in _MOVES)):
             change = (self._affine(moved) - forward.Y)[positions]
-            along_u = einsum(change, u, "output d_model, output d_model -> output")
-            by_rows = einsum(
+            change_along_u = einsum(
+                change, u, "output d_model, output d_model -> output"
+            )
+            predicted_by_rows = einsum(
                 uJ, moved - X, "output n_pos d_model, n_pos d_model -> output n_pos"
             )
-            scale = by_rows.norm(dim=1) + change.norm(dim=1) * u.norm(dim=1)
-            deviation = (along_u - by_rows.sum(1)).abs()
+            scale = predicted_by_rows.norm(dim=1) + change.norm(dim=1) * u.norm(dim=1)
+            deviation = (change_along_u - predicted_by_rows.sum(1)).abs()
             if not bool((deviation <= _TOLERANCE * scale + rounding).all()):
                 raise self._not_affine()
 

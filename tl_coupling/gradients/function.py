@@ -68,5 +68,5 @@ class BlockFunction(DifferentiatedBlock):
                 "`block_jacobian`"
             )
         self.remarks.add_normalising_layer(self.layer)
-        of_branches = replace(self, stream_norms=norms)
-        return replace(of_branches, step=self.step + of_branches(self.X) - self(self.X))
+        branches = replace(self, stream_norms=norms)
+        return replace(branches, step=self.step + branches(self.X) - self(self.X))

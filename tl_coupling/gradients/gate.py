@@ -36,7 +36,7 @@ from tl_coupling.blocks import (
 from tl_coupling.gradients.errors import DerivativeError, StepError
 from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.gradients.rows import EvaluatedBlock, mlp_on_rows
-from tl_coupling.gradients.slopes import converges, with_moves_ahead
+from tl_coupling.gradients.slopes import converges, deviation_of_one_move
 from tl_coupling.gradients.stairs import Stairs
 from tl_coupling.gradients.stream_norms import FAR, normalises, stays_small
 
@@ -76,14 +76,14 @@ class Reference(NamedTuple):
 class _Pass(NamedTuple):
     """One forward pass of the block, differentiated.
 
-    `around` makes the context in which it ran, `stairs` is a function without a slope
+    `context` makes the context in which it ran, `stairs` is a function without a slope
     that it called, and `stop` one that stopped a gradient. Keys and values are known
     where the block gives them.
     """
 
     Y: Float[Tensor, "n_pos d_model"]
     pull_back: PullBack
-    around: Callable[[], AbstractContextManager[None]]
+    context: Callable[[], AbstractContextManager[None]]
     stairs: str | None
     stop: str | None
     keys_and_values: tuple[Tensor, ...] | None
@@ -166,13 +166,13 @@ class CheckedBlock(EvaluatedBlock):
             return False
         # Where the MLP treats each row by itself, one row of it will do: it is most of
         # the work.
-        on_one_row = partial(mlp_on_rows, self.call.module, [0], len(self.X))
+        one_row_mlp = partial(mlp_on_rows, self.call.module, [0], len(self.X))
         contexts: list[Callable[[], AbstractContextManager[None]]]
-        contexts = [on_one_row, nullcontext]
+        contexts = [one_row_mlp, nullcontext]
         with self.evaluation():
-            for around in contexts:
+            for context in contexts:
                 try:
-                    with around():
+                    with context():
                         return normalises(self.call, self.X)
                 except Exception as error:
                     # A foreign block may raise anything, which the gate says.
@@ -197,13 +197,13 @@ class CheckedBlock(EvaluatedBlock):
         if not bool((y - reference.y).norm() <= TOLERANCE * scale):
             return False
         u = reference.u
-        of_identity = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm()
-        of_all_rows = TOLERANCE * _SHARE_OF_STREAM * reference.rows.norm()
+        identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm()
+        rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * reference.rows.norm()
         for uJ, position in zip(products, t1, strict=True):
             expected = reference.rows[position]
-            tolerance = TOLERANCE * expected.norm() + of_all_rows
+            tolerance = TOLERANCE * expected.norm() + rounding_tolerance
             if position == t2:
-                tolerance = tolerance + of_identity
+                tolerance = tolerance + identity_tolerance
             if not bool((uJ - expected).norm() <= tolerance):
                 return False
         return True
@@ -232,16 +232,18 @@ class CheckedBlock(EvaluatedBlock):
         the same with it on these rows alone; else all are computed. Keys and values are
         recorded in passing, where the step is the same with that.
         """
-        on_rows = partial(mlp_on_rows, self.call.module, positions, len(self.X))
+        mlp_on_positions = partial(
+            mlp_on_rows, self.call.module, positions, len(self.X)
+        )
         forward: _Pass | None = None
         failure: Exception | None = None
-        for differentiate, around in (
-            (self._recorded_pass, on_rows),
-            (self._plain_pass, on_rows),
+        for differentiate, context in (
+            (self._recorded_pass, mlp_on_positions),
+            (self._plain_pass, mlp_on_positions),
             (self._plain_pass, nullcontext),
         ):
             try:
-                with around(), Stairs() as stairs:
+                with context(), Stairs() as stairs:
                     Y, pull_back, keys_and_values = differentiate()
             except BlockError:
                 continue
@@ -252,7 +254,7 @@ class CheckedBlock(EvaluatedBlock):
                 failure = error
                 continue
             forward = _Pass(
-                Y, pull_back, around, stairs.called, stairs.stop, keys_and_values
+                Y, pull_back, context, stairs.called, stairs.stop, keys_and_values
             )
             if not bool(self._is_another_step(Y)[positions].any()):
                 break
@@ -279,7 +281,7 @@ class CheckedBlock(EvaluatedBlock):
         seed[t] = u
         try:
             # A checkpoint runs the block again.
-            with forward.around():
+            with forward.context():
                 (rows,) = forward.pull_back(seed)
         except Exception as error:
             if is_out_of_memory(error):
@@ -323,10 +325,10 @@ class CheckedBlock(EvaluatedBlock):
         """Say where f(X) is not the traced step, up to rounding in the model's dtype."""
         difference = (Y - self.step).norm(dim=1)
         eps = torch.finfo(self.own_dtype).eps if self.recorded else 0
-        of_step = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
+        step_tolerance = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
         stream_norm = self.X.norm(dim=1)
-        of_stream = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
-        return ~(difference <= of_step + of_stream)
+        stream_tolerance = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
+        return ~(difference <= step_tolerance + stream_tolerance)
 
     def _check_step(
         self, Y: Float[Tensor, "n_pos d_model"], positions: list[int]
@@ -344,11 +346,11 @@ class CheckedBlock(EvaluatedBlock):
             return
         dtype = str(self.X.dtype).removeprefix("torch.")
         own_dtype = str(self.own_dtype).removeprefix("torch.")
-        percent = _in_percent(difference, self.step.norm(dim=1), differs)
+        percent = _format_percent(difference, self.step.norm(dim=1), differs)
         self.remarks.add(
             "precision",
             f"layer {self.layer}: the block's step in {dtype} differs from that in "
-            f"{own_dtype} at {_in_words(differs)}, by up to {percent} (a mixture of "
+            f"{own_dtype} at {_format_tokens(differs)}, by up to {percent} (a mixture of "
             "experts may send a token to other experts)",
         )
 
@@ -357,10 +359,10 @@ class CheckedBlock(EvaluatedBlock):
     ) -> None:
         """Raise StepError if any row is wrong."""
         if bool(is_wrong.any()):
-            percent = _in_percent(difference, self.step.norm(dim=1), is_wrong)
+            percent = _format_percent(difference, self.step.norm(dim=1), is_wrong)
             raise StepError(
                 f"block {self.layer} is not the function that was traced: at "
-                f"{_in_words(is_wrong)} what it adds to the residual stream differs by "
+                f"{_format_tokens(is_wrong)} what it adds to the residual stream differs by "
                 f"{percent} from the traced step. {self._causes()}. Trace the prompt "
                 f"again and measure it under the same conditions{self._active_hooks()}"
             )
@@ -388,7 +390,7 @@ class CheckedBlock(EvaluatedBlock):
         is_wrong = torch.zeros(len(self.X), dtype=torch.bool)
         is_wrong[list(references)] = ~is_right.cpu()
         raise self._no_derivative(
-            f"at {_in_words(is_wrong)} its slope is not the one that autograd gives. "
+            f"at {_format_tokens(is_wrong)} its slope is not the one that autograd gives. "
             f"{self._cause_of_slope(forward, is_wrong)}"
         )
 
@@ -432,31 +434,31 @@ class CheckedBlock(EvaluatedBlock):
         scale = (uJ * size).flatten(1).norm(dim=1)
         rounded_size = (X.norm(dim=1) + Y.norm(dim=1))[positions]
 
-        def deviations(of_each: _OfEach, moves: list[float]) -> Tensor:
+        def deviations(added_of_streams: _OfEach, moves: list[float]) -> Tensor:
             moved = torch.stack([X + move * V for move in moves])
-            with forward.around():
-                change = of_each(moved)[:, positions] - Y[positions]
+            with forward.context():
+                change = added_of_streams(moved)[:, positions] - Y[positions]
             predicted = einsum(
                 uJ, moved - X, "output n_pos d_model, move n_pos d_model -> move output"
             )
-            along_u = einsum(
+            change_along_u = einsum(
                 change, u, "move output d_model, output d_model -> move output"
             )
-            return along_u - predicted
+            return change_along_u - predicted
 
-        def judged(of_each: _OfEach) -> Bool[Tensor, " n_references"]:
-            deviation = with_moves_ahead(partial(deviations, of_each))
+        def judged(added_of_streams: _OfEach) -> Bool[Tensor, " n_references"]:
+            deviation = deviation_of_one_move(partial(deviations, added_of_streams))
             return converges(deviation, scale, rounded_size)
 
         # Over several streams together, what was stopped may be a constant.
         if forward.stop is None:
-            is_right = judged(self._of_each)
+            is_right = judged(self._added_to_each_or_singly)
             if bool(is_right.all()):
                 return is_right
         # Several streams by one call may not be what each is by itself.
         return judged(self._one_by_one)
 
-    def _of_each(
+    def _added_to_each_or_singly(
         self, streams: Float[Tensor, "n_streams n_pos d_model"]
     ) -> Float[Tensor, "n_streams n_pos d_model"]:
         """Return f of each of several streams, by one call of the block if it can.
@@ -464,20 +466,20 @@ class CheckedBlock(EvaluatedBlock):
         The first call also moves the stream far out, to see whether the block
         normalises it.
         """
-        with_far = streams
+        streams_and_far = streams
         if self.seems_to_normalise is None:
             far = FAR * self.X
-            with_far = torch.cat([streams, far[None]])
+            streams_and_far = torch.cat([streams, far[None]])
         try:
-            outputs = self.added_to_each(with_far)
+            outputs = self.added_to_each(streams_and_far)
         except Exception as error:
             # A foreign block may raise anything where it gets several streams.
             if is_out_of_memory(error):
                 raise
             return self._one_by_one(streams)
         if self.seems_to_normalise is None:
-            of_far = outputs[-1] + far
-            self.seems_to_normalise = stays_small(of_far, self.X)
+            far_output = outputs[-1] + far
+            self.seems_to_normalise = stays_small(far_output, self.X)
         return outputs[: len(streams)]
 
     def _one_by_one(
@@ -529,7 +531,7 @@ class CheckedBlock(EvaluatedBlock):
         return f". Active hooks: {', '.join(names)}" if names else ""
 
 
-def _in_words(is_meant: Bool[Tensor, " n_pos"]) -> str:
+def _format_tokens(is_meant: Bool[Tensor, " n_pos"]) -> str:
     """Return the marked positions as in "tokens 0, 3"."""
     positions = is_meant.nonzero().flatten().tolist()
     numbers = ", ".join(map(str, positions[:8]))
@@ -538,7 +540,7 @@ def _in_words(is_meant: Bool[Tensor, " n_pos"]) -> str:
     return f"token{'s' if len(positions) > 1 else ''} {numbers}"
 
 
-def _in_percent(difference: Tensor, step: Tensor, is_meant: Tensor) -> str:
+def _format_percent(difference: Tensor, step: Tensor, is_meant: Tensor) -> str:
     """Return the largest share of the step that a difference is, where it is marked."""
     shares = difference.to(step) / step
     percent = 100 * float(shares[is_meant].max())

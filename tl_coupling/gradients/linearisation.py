@@ -56,7 +56,7 @@ class Linearisation:
             self.calls[part.module].append((part, J))
 
     @classmethod
-    def at(
+    def from_row(
         cls,
         x: Float[Tensor, " d_model"],
         run: Callable[[Tensor], Tensor],
@@ -113,33 +113,33 @@ class Linearisation:
     def heads(self, *rows: Tensor) -> Float[Tensor, " d_z"]:
         """Return what heads give with other keys and values in their context."""
         self.context.rows = rows
-        return self.attention.part.between((), "hook_z")()
+        return self.attention.part.hook_function((), "hook_z")()
 
-    def of_rows(
+    def derivative_rows(
         self,
         rows: Float[Tensor, "n d_model"],
-        from_attention: Float[Tensor, "n d_model"] | None = None,
+        attention_rows: Float[Tensor, "n d_model"] | None = None,
     ) -> Float[Tensor, "n d_model"]:
         """Return what the block's derivative makes of tangents in the stream.
 
-        `from_attention` takes the place of attention's output.
+        `attention_rows` takes the place of attention's output.
         """
 
         def replaced(
             _: Part, J: Jacobian, __: Sequence[Tensor]
         ) -> Float[Tensor, "n d_model"] | None:
-            return from_attention if isinstance(J, Attention) else None
+            return attention_rows if isinstance(J, Attention) else None
 
-        return self.through_parts(rows, replaced)
+        return self.apply(rows, replaced)
 
     def jacobian(
         self, like: Float[Tensor, " d_model"]
     ) -> Float[Tensor, "d_model d_model"]:
         """Return `∂ block(X)[t] / ∂ x_t`."""
         identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
-        return self.through_parts(identity, is_identity=True).mT
+        return self.apply(identity, is_identity=True).mT
 
-    def through_parts(
+    def apply(
         self,
         rows: Float[Tensor, "n d_model"],
         replaced: "Replaced | None" = None,
@@ -175,7 +175,7 @@ class Linearisation:
             if replaced is not None:
                 moved = replaced(part, J, tangents_in)
             if moved is None:
-                moved = tangents.through(J, tangents_in)
+                moved = tangents.image(J, tangents_in)
             output = moved.reshape(*inputs[0].shape[:-1], -1)
             if isinstance(part.output, tuple | list):
                 return type(part.output)((output, *part.output[1:]))
@@ -222,11 +222,11 @@ class _Tangents:
             return None
         return noted if rows._version == noted.version else None
 
-    def through(self, J: Jacobian, inputs: Sequence[Tensor]) -> Tensor:
+    def image(self, J: Jacobian, inputs: Sequence[Tensor]) -> Tensor:
         """Return the rows that a part makes of those that it gets."""
         if isinstance(J, Norm):
             (rows,) = inputs
-            output = J.of_rows(rows)
+            output = J.image(rows)
             noted = self._as_noted(rows)
             if noted is not None and noted.norm is None:
                 self._note(output, J)
@@ -242,4 +242,4 @@ class _Tangents:
         noted = self._as_noted(rows)
         if noted is None:
             return rows @ J.mT
-        return (J if noted.norm is None else noted.norm.before(J)).mT
+        return (J if noted.norm is None else noted.norm.composed(J)).mT

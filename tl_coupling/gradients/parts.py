@@ -76,7 +76,7 @@ class Part(NamedTuple):
         with self.context():
             return hidden_states(self.module(*args, **kwargs))
 
-    def between(self, names: Sequence[str], last: str) -> Callable[..., Tensor]:
+    def hook_function(self, names: Sequence[str], last: str) -> Callable[..., Tensor]:
         """Return what the hook point `last` sees, as a function of shifts elsewhere.
 
         The shifts are added at the hook points of these names.
@@ -122,12 +122,12 @@ class Norm(NamedTuple):
     gain: Float[Tensor, " d"]
     basis: Float[Tensor, "n_directions d"]
 
-    def of_rows(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
+    def image(self, rows: Float[Tensor, "n d"]) -> Float[Tensor, "n d"]:
         """Return what it makes of each row."""
         projected = rows @ self.basis.mT
         return torch.addmm(rows, projected, self.basis, alpha=-1).mul_(self.gain)
 
-    def before(self, J: Float[Tensor, "d_out d"]) -> Float[Tensor, "d_out d"]:
+    def composed(self, J: Float[Tensor, "d_out d"]) -> Float[Tensor, "d_out d"]:
         """Return J times this."""
         J = J * self.gain
         return J.addmm_(J @ self.basis.mT, self.basis, alpha=-1)
@@ -152,7 +152,7 @@ def jacobian_of_part(part: Part, context: Context, chunk_size: int | None) -> Ja
         _norm(part)
         or _mlp(part)
         or _attention(part, context)
-        or _by_reverse_mode(part, chunk_size)
+        or _reverse_mode_jacobians(part, chunk_size)
     )
 
 
@@ -241,7 +241,7 @@ def _mlp(part: Part) -> list[Tensor] | None:
         return None
     W_out, *inner_weights = weights
     shifts = [W_out.new_zeros(len(W_out)) for _ in inner_weights]
-    h, pull_back = vjp(part.between(points, "hook_post"), *shifts)
+    h, pull_back = vjp(part.hook_function(points, "hook_post"), *shifts)
     slopes = pull_back(torch.ones_like(h))
     inner = slopes[0][:, None] * inner_weights[0].mT
     for slope, W in zip(slopes[1:], inner_weights[1:], strict=True):
@@ -273,7 +273,7 @@ class _HeadGradients(NamedTuple):
 def _attention(part: Part, context: Context) -> Attention | None:
     """Return the Jacobian of attention whose heads meet in W_O alone.
 
-    None for any other part: `_by_reverse_mode` takes that.
+    None for any other part: `_reverse_mode_jacobians` takes that.
     """
     # Where heads share keys and values, HookedTransformer's W_K and W_V repeat these
     # for every head; `_W_K` and `_W_V` hold them once.
@@ -290,7 +290,7 @@ def _attention(part: Part, context: Context) -> Attention | None:
     # These are [heads, d_model, d_head]: a shift for each entry of each head.
     shifts = [W.new_zeros(W[:, 0].numel()) for W in (W_Q, W_K, W_V)]
     with _OwnRow(context):
-        z, pull_back = vjp(part.between(points, "hook_z"), *shifts)
+        z, pull_back = vjp(part.hook_function(points, "hook_z"), *shifts)
     if len(z) != heads.n_heads * heads.d_head:
         return None
     G = _head_gradients(heads, z, pull_back)
@@ -318,25 +318,27 @@ def _head_gradients(
     seeds = seeds.reshape(group * d_head, -1)
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(len(z), generator=generator, dtype=torch.float64).to(z)
-    of_q, of_k, of_v = pull_back.of_seeds(torch.cat([seeds, mixed[None]]))
+    q_gradients, k_gradients, v_gradients = pull_back.batched(
+        torch.cat([seeds, mixed[None]])
+    )
     # Of each seed, the gradient of the head that it reads.
-    of_heads = of_q[:-1].reshape(group, d_head, n_shared, group, -1)
-    G_q = of_heads.diagonal(dim1=0, dim2=3).permute(1, 3, 0, 2)
-    G_k = _by_shared_head(of_k[:-1], heads)
-    G_v = _by_shared_head(of_v[:-1], heads)
+    head_gradients = q_gradients[:-1].reshape(group, d_head, n_shared, group, -1)
+    G_q = head_gradients.diagonal(dim1=0, dim2=3).permute(1, 3, 0, 2)
+    G_k = _split_by_shared_head(k_gradients[:-1], heads)
+    G_v = _split_by_shared_head(v_gradients[:-1], heads)
     together = [
         mixed.reshape(n_heads, 1, d_head) @ G_q.flatten(0, 1),
         mixed.reshape(n_shared, 1, -1) @ G_k,
         mixed.reshape(n_shared, 1, -1) @ G_v,
     ]
-    from_heads = torch.cat([gradient.flatten() for gradient in together])
-    expected = torch.cat([of_q[-1], of_k[-1], of_v[-1]])
-    if not _close(from_heads, expected, _HEADS_TOLERANCE):
+    summed_heads = torch.cat([gradient.flatten() for gradient in together])
+    expected = torch.cat([q_gradients[-1], k_gradients[-1], v_gradients[-1]])
+    if not _close(summed_heads, expected, _HEADS_TOLERANCE):
         return None
     return _HeadGradients(G_q, G_k, G_v)
 
 
-def _by_shared_head(
+def _split_by_shared_head(
     gradients: Float[Tensor, "d_group d"], heads: _Heads
 ) -> Float[Tensor, "n_shared d_group d_shared"]:
     """Return the gradients of shared keys or values, apart for each shared head."""
@@ -443,14 +445,14 @@ class _TimesConstant(torch.autograd.Function):
 _times_constant = _TimesConstant.apply
 
 
-def _by_reverse_mode(part: Part, chunk_size: int | None) -> list[Tensor]:
+def _reverse_mode_jacobians(part: Part, chunk_size: int | None) -> list[Tensor]:
     """Return a Jacobian for each input of a part, whatever it is."""
 
     def function(*rows: Tensor) -> Tensor:
         return part(*rows).reshape(-1)
 
-    def of_inputs(*gradients: Tensor) -> list[Tensor]:
+    def flatten_gradients(*gradients: Tensor) -> list[Tensor]:
         return [gradient.flatten(1) for gradient in gradients]
 
     inputs = tuple(part.inputs.values())
-    return reverse_mode(function, inputs, of_inputs, 4, chunk_size)[1]
+    return reverse_mode(function, inputs, flatten_gradients, 4, chunk_size)[1]

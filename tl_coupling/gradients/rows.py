@@ -166,9 +166,9 @@ def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]
     def put_back(_: nn.Module, __: tuple[object, ...], output: object) -> Tensor:
         if not isinstance(output, Tensor):
             raise BlockError("the MLP gives more than its rows")
-        at = torch.tensor(rows, device=output.device)
+        index = torch.tensor(rows, device=output.device)
         zeros = output.new_zeros(len(output), n_pos, output.shape[-1])
-        return zeros.index_copy(1, at, output)
+        return zeros.index_copy(1, index, output)
 
     mlp = getattr(block, "mlp", None)
     if not isinstance(mlp, nn.Module) or len(rows) == n_pos:

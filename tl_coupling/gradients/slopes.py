@@ -110,7 +110,7 @@ def converges(
     return converged
 
 
-def with_moves_ahead(deviations: Callable[[list[float]], Tensor]) -> Deviation:
+def deviation_of_one_move(deviations: Callable[[list[float]], Tensor]) -> Deviation:
     """Return the deviation of one move, from those of several computed together.
 
     The first move decides in most blocks. Where it does not, the same to the other side

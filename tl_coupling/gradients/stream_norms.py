@@ -148,9 +148,9 @@ def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
     return bool(output_at(scale).norm() <= _KEPT * scale * x.norm())
 
 
-def stays_small(of_far: Tensor, x: Tensor) -> bool:
+def stays_small(far_output: Tensor, x: Tensor) -> bool:
     """Say whether what a function makes of x, moved far out, is not far out."""
-    return bool(x.any()) and bool(of_far.norm() <= _LARGEST * x.norm())
+    return bool(x.any()) and bool(far_output.norm() <= _LARGEST * x.norm())
 
 
 def _moved_out(
@@ -167,13 +167,13 @@ def _nothing_passes_by(
 ) -> bool:
     """Say whether the block's output depends on the stream through this norm alone."""
 
-    def with_norm_fixed(stream: Tensor) -> Tensor:
+    def output_at_fixed_norm(stream: Tensor) -> Tensor:
         with _observing([norm.module], {norm: lambda _: output.clone()}):
             return call(stream)
 
-    Y = with_norm_fixed(X.clone())
-    of_another = with_norm_fixed(-2 * X)
-    return bool((of_another - Y).norm() <= _EQUAL * Y.norm())
+    Y = output_at_fixed_norm(X.clone())
+    other_output = output_at_fixed_norm(-2 * X)
+    return bool((other_output - Y).norm() <= _EQUAL * Y.norm())
 
 
 def _is_within(part: nn.Module, parent: nn.Module) -> bool:

@@ -221,12 +221,12 @@ class DifferentiatedBlock(CheckedBlock):
         def function(X: Tensor) -> Tensor:
             return self.added(X)[t2]
 
-        def of_rows(
+        def row_jacobians(
             gradient: Float[Tensor, "n_seeds n_pos d_model"],
         ) -> Sequence[Tensor]:
             return gradient[:, t1s].unbind(1)
 
-        return reverse_mode(function, (X,), of_rows, 4 * len(X), chunk_size)
+        return reverse_mode(function, (X,), row_jacobians, 4 * len(X), chunk_size)
 
     def _token_local(self, t1: int, t2: int, chunk_size: int | None) -> Evaluated:
         """Evaluate by reverse mode through the block on one row."""
@@ -241,20 +241,20 @@ class DifferentiatedBlock(CheckedBlock):
 
         From keys and values there, gradients are pulled back to the other input rows.
         """
-        in_context = [t1 for t1 in t1s if t1 != t2]
-        context_rows = self._rows_in(self._context(t2), in_context, t2)
+        context_positions = [t1 for t1 in t1s if t1 != t2]
+        context_rows = self._rows_in(self._context(t2), context_positions, t2)
         pull_back = context_rows.pull_back()
 
         def function(x: Tensor, *keys_and_values: Tensor) -> Tensor:
             return self.added_to_row(x, t2, context_rows.context_with(*keys_and_values))
 
-        def of_each_input(own: Tensor, *of_context: Tensor) -> Iterator[Tensor]:
-            of_rows = pull_back(*of_context)
-            return (own if t1 == t2 else next(of_rows) for t1 in t1s)
+        def jacobian_rows(own: Tensor, *context_gradients: Tensor) -> Iterator[Tensor]:
+            row_jacobians = pull_back(*context_gradients)
+            return (own if t1 == t2 else next(row_jacobians) for t1 in t1s)
 
         inputs = (self.X[t2], *context_rows.keys_and_values())
-        width = max(4, 2 * len(in_context))
-        return reverse_mode(function, inputs, of_each_input, width, chunk_size)
+        width = max(4, 2 * len(context_positions))
+        return reverse_mode(function, inputs, jacobian_rows, width, chunk_size)
 
     def _linearised(self, t1s: list[int], t2: int, chunk_size: int | None) -> Evaluated:
         """Evaluate from the Jacobians of the block's parts.
@@ -268,10 +268,10 @@ class DifferentiatedBlock(CheckedBlock):
         if t2 in t1s:
             J[t2] = linearised.jacobian(y)
             J[t2].diagonal().sub_(1)
-        if in_context := [t1 for t1 in t1s if t1 != t2]:
-            context_rows = self._rows_in(keys_and_values, in_context, t2)
-            of_rows = _through_attention(linearised, context_rows, chunk_size)
-            J |= zip(in_context, of_rows, strict=True)
+        if context_positions := [t1 for t1 in t1s if t1 != t2]:
+            context_rows = self._rows_in(keys_and_values, context_positions, t2)
+            row_jacobians = _context_jacobians(linearised, context_rows, chunk_size)
+            J |= zip(context_positions, row_jacobians, strict=True)
         return y - x, [J[t1] for t1 in t1s]
 
     def _linearisation(
@@ -289,7 +289,7 @@ class DifferentiatedBlock(CheckedBlock):
             return self.row_output(X, context)
 
         x = self.X[t2]
-        return self.linearisation.at(x, run, parts, context, chunk_size)
+        return self.linearisation.from_row(x, run, parts, context, chunk_size)
 
     # As components
 
@@ -336,10 +336,10 @@ class DifferentiatedBlock(CheckedBlock):
         Those are the rows before, or all others.
         """
         dim = self.call.position_dim
-        of_all_rows = self.keys_and_values()
+        all_rows = self.keys_and_values()
         if self._looks_ahead(t2):
-            return tuple(_without(rows, t2, dim) for rows in of_all_rows)
-        return tuple(rows.narrow(dim, 0, t2) for rows in of_all_rows)
+            return tuple(_remove_row(rows, t2, dim) for rows in all_rows)
+        return tuple(rows.narrow(dim, 0, t2) for rows in all_rows)
 
     def _rows_in(
         self, context: tuple[Tensor, ...], t1s: list[int], t2: int
@@ -391,14 +391,14 @@ class _ContextRows:
             axis += 1
         pull_backs = [self._pull_back_of(t1) for t1 in self.positions]
 
-        def of_rows(*gradients: Tensor) -> Iterator[Tensor]:
+        def row_jacobians(*gradients: Tensor) -> Iterator[Tensor]:
             for place, pull_back in enumerate(pull_backs):
-                of_row = tuple(
+                row_gradients = tuple(
                     gradient.narrow(axis, place, 1) for gradient in gradients
                 )
-                yield pull_back.of_seeds(of_row)[0]
+                yield pull_back.batched(row_gradients)[0]
 
-        return of_rows
+        return row_jacobians
 
     def _pull_back_of(self, t1: int) -> PullBack:
         """Return the pull-back from the keys and values of one row to that row."""
@@ -410,12 +410,12 @@ class _ContextRows:
         return pull_back
 
 
-def _through_attention(
+def _context_jacobians(
     linearised: Linearisation, rows: _ContextRows, chunk_size: int | None
 ) -> list[Float[Tensor, "d_model d_model"]]:
     """Return the Jacobians of rows that reach the output through attention alone."""
     W_O = linearised.attention.W_O
-    seeds = linearised.of_rows(torch.zeros_like(W_O), from_attention=W_O).mT
+    seeds = linearised.derivative_rows(torch.zeros_like(W_O), attention_rows=W_O).mT
 
     def heads(*keys_and_values: Tensor) -> Tensor:
         return linearised.heads(*rows.context_with(*keys_and_values))
@@ -426,7 +426,7 @@ def _through_attention(
     return reverse_mode(heads, inputs, pull_back, width, chunk_size, seeds)[1]
 
 
-def _without(rows: Tensor, position: int, dim: int) -> Tensor:
+def _remove_row(rows: Tensor, position: int, dim: int) -> Tensor:
     """Return keys or values without the row at a position along `dim`."""
     earlier = rows.narrow(dim, 0, position)
     later = rows.narrow(dim, position + 1, rows.shape[dim] - position - 1)

@@ -25,7 +25,7 @@ from tl_coupling.jacobians.decomposed import (
     passing,
 )
 from tl_coupling.jacobians.directions import BlockDirections, block_directions
-from tl_coupling.jacobians.jacobian_cache import with_cache
+from tl_coupling.jacobians.jacobian_cache import caching_trace
 from tl_coupling.jacobians.jacobians import (
     Computed,
     block_jacobian,

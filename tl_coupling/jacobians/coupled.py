@@ -86,8 +86,8 @@ def fill_pairs(
     if orientation == "vju":
         left, right = right, left
     right_vectors = rearrange(right, "column k d -> (column k) d")
-    for of_row, J_1 in zip(A, J, strict=True):
+    for row_matrices, J_1 in zip(A, J, strict=True):
         images = rearrange(
             right_vectors @ J_1.mT, "(column k) d -> column k d", column=len(right)
         )
-        of_row[:] = left @ images.mT
+        row_matrices[:] = left @ images.mT

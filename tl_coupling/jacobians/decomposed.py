@@ -68,7 +68,7 @@ class Decomposed:
     taken_from: Callable[[int], Tensor] | None = None
 
     @classmethod
-    def of(
+    def from_jacobians(
         cls,
         J: Float[Tensor, "n d d"],
         connections: Sequence[Connection],
@@ -176,7 +176,7 @@ def passing(
         dtype: what they are converted to before they are decomposed.
     """
     request = Request(trace, connections)
-    return Passing(connections, _in_turns([request], options, function), dtype)
+    return Passing(connections, _computed_in_turns([request], options, function), dtype)
 
 
 def all_singular_values(
@@ -199,11 +199,13 @@ def all_singular_values(
     def decomposed(computed: Computed) -> tuple[Tensor, str]:
         return values_of(computed.J[None]), computed.path
 
-    computed = _in_turns([Request(trace, connections)], options)
+    computed = _computed_in_turns([Request(trace, connections)], options)
     # One after the other: the rank of one is what is tried for the next.
     results = parallel_map(decomposed, computed, _device(trace), n_workers=1)
     paths = [path for _, path in results]
-    return torch.cat([values for values, _ in results]), _by_name(connections, paths)
+    return torch.cat([values for values, _ in results]), _paths_by_name(
+        connections, paths
+    )
 
 
 def decompose(
@@ -225,11 +227,11 @@ def decompose(
         n_triplets: how many to compute; one more than k by default, if there is.
         function: as in `jacobians_of`.
     """
-    sizes = MapSizes.of(trace, n_rows=1, n_columns=len(connections), k=k)
+    sizes = MapSizes.from_trace(trace, n_rows=1, n_columns=len(connections), k=k)
     sizes = replace(sizes, rows_are_columns=False)
-    budget = Budget.of(trace.blocks[0].call.module, sizes, options)
+    budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
     requests = [Request(trace, connections)]
-    computed = _in_turns(requests, options, function, budget)
+    computed = _computed_in_turns(requests, options, function, budget)
     (decomposed,) = _decomposed(requests, computed, k, budget, n_triplets)
     return decomposed
 
@@ -259,12 +261,12 @@ def decompose_each(
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
-        sizes = MapSizes.of(trace, n, n, k_of_group)
+        sizes = MapSizes.from_trace(trace, n, n, k_of_group)
         sizes = replace(sizes, n_maps=n_maps, n_prompts=len(group))
-        budget = Budget.of(trace.blocks[0].call.module, sizes, options)
+        budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
         matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
-        shelf = Shelf(n * len(group), matrix, budget.in_memory)
-        computed = _in_turns(group, options, function, budget)
+        shelf = Shelf(n * len(group), matrix, budget.keeps_in_memory)
+        computed = _computed_in_turns(group, options, function, budget)
         yield from _decomposed(group, computed, k_of_group, budget, shelf=shelf)
 
 
@@ -285,12 +287,14 @@ def decompose_sides(
         (decomposed,) = decompose_each([Request(trace, columns)], k, options)
         return decomposed, decomposed
     k = fitting_k(k, trace.d_model)
-    sizes = MapSizes.of(trace, len(rows), len(columns), k)
+    sizes = MapSizes.from_trace(trace, len(rows), len(columns), k)
     sizes = replace(sizes, rows_are_columns=False)
-    budget = Budget.of(trace.blocks[0].call.module, sizes, options)
-    computed = _in_turns([Request(trace, [*columns, *rows])], options, budget=budget)
-    of_columns = islice(computed, len(columns))
-    (decomposed,) = _decomposed([Request(trace, columns)], of_columns, k, budget)
+    budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
+    computed = _computed_in_turns(
+        [Request(trace, [*columns, *rows])], options, budget=budget
+    )
+    column_jacobians = islice(computed, len(columns))
+    (decomposed,) = _decomposed([Request(trace, columns)], column_jacobians, k, budget)
     return Passing(rows, computed), decomposed
 
 
@@ -320,7 +324,7 @@ def _n_sharing(trace: Trace) -> int:
     return max(1, min(MOST_PROMPTS, weights // jacobians))
 
 
-def _in_turns(
+def _computed_in_turns(
     requests: Sequence[Request],
     options: JacobianOptions,
     function: AnyFunction = "branches",
@@ -391,7 +395,7 @@ def _decomposed(
     if shelf is not None:
         computed = _shelved(computed, shelf)
     results = parallel_map(
-        partial(_triplets, n_triplets), computed, _device(trace), budget.at_once
+        partial(_triplets, n_triplets), computed, _device(trace), budget.n_svds
     )
     n_prompts = len(requests)
     decomposed: list[Decomposed] = []
@@ -406,7 +410,9 @@ def _decomposed(
                 k,
                 Spectrum.cat([triplets.spectrum for triplets in own]),
                 torch.cat([triplets.frobenius_norm for triplets in own]),
-                _by_name(request.connections, [triplets.path for triplets in own]),
+                _paths_by_name(
+                    request.connections, [triplets.path for triplets in own]
+                ),
                 request.trace,
                 taken_from,
             )
@@ -435,7 +441,9 @@ def _take_from(
     return shelf.take(i * n_prompts + prompt)
 
 
-def _by_name(connections: Sequence[Connection], paths: Sequence[str]) -> dict[str, str]:
+def _paths_by_name(
+    connections: Sequence[Connection], paths: Sequence[str]
+) -> dict[str, str]:
     """Return the way to each Jacobian, by connection."""
     return {str(c): path for c, path in zip(connections, paths, strict=True)}
 

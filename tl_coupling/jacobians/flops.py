@@ -25,7 +25,9 @@ class _StandardBlock:
     n_mlp: int
 
     @classmethod
-    def of(cls, block: nn.Module, cfg: object, d: int) -> "_StandardBlock | None":
+    def from_block(
+        cls, block: nn.Module, cfg: object, d: int
+    ) -> "_StandardBlock | None":
         """Return the sizes of a block whose matrices add up to them, or else None."""
         n_heads = _size_in(cfg, ("n_heads", "num_attention_heads"), default=1)
         d_head = _size_in(cfg, ("d_head", "head_dim"), default=d // n_heads)
@@ -72,7 +74,7 @@ def flops_of_block(
 
     The stages are "trace", "gate" and "jacobians", as in `plan`.
     """
-    sizes = _StandardBlock.of(block, cfg, d)
+    sizes = _StandardBlock.from_block(block, cfg, d)
     if sizes is None:
         return _flops_of_unknown(block, d, n_pos)
     is_parallel = getattr(cfg, "parallel_attn_mlp", False)

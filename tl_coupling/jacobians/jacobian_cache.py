@@ -73,7 +73,7 @@ def cache_of(trace: Trace) -> JacobianCache | None:
     return cache if isinstance(cache, JacobianCache) else None
 
 
-def with_cache(trace: Trace, connections: Iterable[Connection]) -> Trace:
+def caching_trace(trace: Trace, connections: Iterable[Connection]) -> Trace:
     """Return a trace of which each of these Jacobians is computed once, however often
     it is asked for.
 

@@ -161,12 +161,12 @@ def jacobians_of(
     exceed `BATCH_BUDGET`.
     """
     n_together = max(1, min(n_sharing, MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
-    computed = _in_groups(trace, connections, chunk_size, n_together, function)
+    computed = _computed_groups(trace, connections, chunk_size, n_together, function)
     for _ in with_progress(range(len(connections)), progress, "Jacobians"):
         yield next(computed)
 
 
-def _in_groups(
+def _computed_groups(
     trace: Trace,
     connections: Sequence[Connection],
     chunk_size: int | None,
@@ -175,10 +175,14 @@ def _in_groups(
 ) -> Iterator[Computed]:
     """Yield Jacobians; those of a layer share a reference, those of an output more."""
     cache = cache_of(trace)
-    for layer, of_layer in groupby(connections, lambda connection: connection.layer):
-        while sharing := list(islice(of_layer, n_together)):
-            by_output = groupby(sharing, lambda connection: connection.output_position)
-            groups = [list(of_output) for _, of_output in by_output]
+    for layer, layer_connections in groupby(
+        connections, lambda connection: connection.layer
+    ):
+        while sharing := list(islice(layer_connections, n_together)):
+            output_groups = groupby(
+                sharing, lambda connection: connection.output_position
+            )
+            groups = [list(output_group) for _, output_group in output_groups]
             keys = [cache_key(group, chunk_size, function) for group in groups]
             are_cached = cache is not None and all(key in cache for key in keys)
             block = trace.blocks[layer]

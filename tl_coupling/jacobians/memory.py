@@ -9,7 +9,7 @@ from torch import nn
 
 from tl_coupling.gradients import chunk_that_fits
 from tl_coupling.jacobians.options import JacobianOptions
-from tl_coupling.jacobians.sizes import in_words, n_bytes
+from tl_coupling.jacobians.sizes import format_bytes, n_bytes
 from tl_coupling.models import facts_of
 from tl_coupling.traces import Trace
 
@@ -46,7 +46,9 @@ class MapSizes:
     rows_are_columns: bool = True
 
     @classmethod
-    def of(cls, trace: Trace, n_rows: int, n_columns: int, k: int) -> "MapSizes":
+    def from_trace(
+        cls, trace: Trace, n_rows: int, n_columns: int, k: int
+    ) -> "MapSizes":
         """Return the sizes of one map of a traced prompt."""
         itemsize = trace.blocks[0].X.element_size()
         return cls(trace.d_model, itemsize, n_rows, n_columns, k)
@@ -62,21 +64,21 @@ class Needs:
             and their images.
         jacobians: those that are needed twice, as rows and as columns.
         matrix: one Jacobian.
-        of_seed: what computing one row of a Jacobian takes.
+        seed_bytes: what computing one row of a Jacobian takes.
         chunk_size: rows that are computed at a time.
-        at_once: Jacobians whose SVDs are taken at a time, each by a thread.
+        n_svds: Jacobians whose SVDs are taken at a time, each by a thread.
     """
 
     result: int
     spectra: int
     jacobians: int
     matrix: int
-    of_seed: int
+    seed_bytes: int
     chunk_size: int
-    at_once: int
+    n_svds: int
 
     @classmethod
-    def of(cls, block: nn.Module, sizes: MapSizes) -> "Needs":
+    def from_block(cls, block: nn.Module, sizes: MapSizes) -> "Needs":
         """Return what maps of these sizes need, of a model with such blocks."""
         d, itemsize = sizes.d_model, sizes.itemsize
         n_columns = sizes.n_prompts * sizes.n_columns
@@ -92,48 +94,50 @@ class Needs:
             spectra=5 * n_columns * sizes.k * d * itemsize,
             jacobians=n_kept * d * d * itemsize,
             matrix=d * d * itemsize,
-            of_seed=_ACTIVATIONS * width * d * itemsize,
+            seed_bytes=_ACTIVATIONS * width * d * itemsize,
             chunk_size=min(d, chunk_that_fits(width, d)),
-            at_once=min(n_columns, n_workers),
+            n_svds=min(n_columns, n_workers),
         )
 
     @property
     def working(self) -> int:
         """What a Jacobian takes while it is computed, beside the SVDs of others."""
-        jacobian = self.chunk_size * self.of_seed + self.matrix
-        svds = self.at_once * _OF_SVD * self.matrix
+        jacobian = self.chunk_size * self.seed_bytes + self.matrix
+        svds = self.n_svds * _OF_SVD * self.matrix
         # The SVDs' own matrices, and the one that waits for a thread.
-        waiting = (self.at_once + 1) * self.matrix
+        waiting = (self.n_svds + 1) * self.matrix
         return jacobian + svds + waiting
 
     @property
-    def beside_jacobians(self) -> int:
+    def working_and_result(self) -> int:
         """All but the Jacobians that are kept."""
         return self.result + self.spectra + self.working
 
-    def within(self, limit: int) -> "Needs":
+    def limited(self, limit: int) -> "Needs":
         """Return the needs with fewer rows and matrices at a time, where they must be.
 
         Raises ValueError where that is not enough.
         """
         needs = self
-        while needs.beside_jacobians > limit and (
-            needs.chunk_size > 1 or needs.at_once > 1
+        while needs.working_and_result > limit and (
+            needs.chunk_size > 1 or needs.n_svds > 1
         ):
             needs = replace(
                 needs,
                 chunk_size=max(1, needs.chunk_size // 2),
-                at_once=max(1, needs.at_once // 2),
+                n_svds=max(1, needs.n_svds // 2),
             )
-        if (least := needs.beside_jacobians) > limit:
-            wanted = f"at least {in_words(least)} for this comparison"
-            raise ValueError(f"`max_memory` must be {wanted}, got {in_words(limit)}")
+        if (least := needs.working_and_result) > limit:
+            wanted = f"at least {format_bytes(least)} for this comparison"
+            raise ValueError(
+                f"`max_memory` must be {wanted}, got {format_bytes(limit)}"
+            )
         return needs
 
     def kept_in_memory(self, limit: int | None, block: nn.Module) -> bool:
         """Say whether the Jacobians that are needed twice are kept in memory."""
         if limit is not None:
-            return self.jacobians <= limit - self.beside_jacobians
+            return self.jacobians <= limit - self.working_and_result
         return fits_in_memory(self.jacobians, block)
 
 
@@ -142,36 +146,36 @@ class Budget:
     """How many are computed at a time, so that a comparison keeps within its limit.
 
     Attributes:
-        at_once: Jacobians that are decomposed together.
+        n_svds: Jacobians that are decomposed together.
         chunk_size: rows of a Jacobian that are computed at a time, if limited.
         n_sharing: Jacobians that may share work, if limited.
-        in_memory: whether those that are kept are kept in memory, or in a file.
+        keeps_in_memory: whether those that are kept are kept in memory, or in a file.
     """
 
-    at_once: int
+    n_svds: int
     chunk_size: int | None
     n_sharing: int | None
-    in_memory: bool
+    keeps_in_memory: bool
 
     @classmethod
-    def of(
+    def from_block(
         cls, block: nn.Module, sizes: MapSizes, options: JacobianOptions
     ) -> "Budget":
         """Return what maps of these sizes may take, of a model with such blocks."""
-        needs = Needs.of(block, sizes)
+        needs = Needs.from_block(block, sizes)
         if options.max_memory is None:
-            in_memory = needs.kept_in_memory(None, block)
+            keeps_in_memory = needs.kept_in_memory(None, block)
             free = _SHARE * _free_memory(torch.device("cpu"))
             n_that_fit = free / (_OF_SVD * needs.matrix)
-            at_once = max(1, int(min(needs.at_once, n_that_fit)))
-            return cls(at_once, options.chunk_size, None, in_memory)
+            n_svds = max(1, int(min(needs.n_svds, n_that_fit)))
+            return cls(n_svds, options.chunk_size, None, keeps_in_memory)
         limit = n_bytes(options.max_memory)
-        needs = needs.within(limit)
+        needs = needs.limited(limit)
         return cls(
-            at_once=needs.at_once,
+            n_svds=needs.n_svds,
             chunk_size=options.chunk_size or needs.chunk_size,
-            n_sharing=needs.at_once,
-            in_memory=needs.kept_in_memory(limit, block),
+            n_sharing=needs.n_svds,
+            keeps_in_memory=needs.kept_in_memory(limit, block),
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from tl_coupling.arguments import Count, checked
 from tl_coupling.jacobians.flops import flops_of_block
 from tl_coupling.jacobians.memory import MapSizes, Needs
-from tl_coupling.jacobians.sizes import MemoryLimit, in_words, n_bytes
+from tl_coupling.jacobians.sizes import MemoryLimit, format_bytes, n_bytes
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra import fitting_k, flops_of_svd
 from tl_coupling.traces import Trace
@@ -86,7 +86,9 @@ class Plan:
             f"{self.model}: {self.n_layers} layers of width {self.d_model}, "
             f"{self.n_pos} tokens, k = {self.k}"
         )
-        lines = [f"  {name:<31}{in_words(size):>10}" for name, size in sizes.items()]
+        lines = [
+            f"  {name:<31}{format_bytes(size):>10}" for name, size in sizes.items()
+        ]
         for stage, flops in self.flops.items():
             lines.append(f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP")
         return "\n".join([head, *lines])
@@ -131,22 +133,24 @@ def plan(
         81920.0
     """
     if isinstance(trace, str):
-        planned = _Planned.of_name(trace, is_streamed=memory == "stream")
+        planned = _Planned.from_name(trace, is_streamed=memory == "stream")
     elif memory is not None:
         raise ValueError(
             "`memory` is for a model given by its name: a loaded one has its own"
         )
     else:
-        planned = _Planned.of_model(trace)
+        planned = _Planned.from_model(trace)
     d = planned.d_model
     n_layers = planned.n_layers
     k = fitting_k(k, d)
     n_pos = tokens or planned.n_pos
     block = planned.blocks[0]
-    needs = Needs.of(block, MapSizes(d, planned.itemsize, n_layers, n_layers, k))
+    needs = Needs.from_block(
+        block, MapSizes(d, planned.itemsize, n_layers, n_layers, k)
+    )
     limit = None if max_memory is None else n_bytes(max_memory)
     if limit is not None:
-        needs = needs.within(limit)
+        needs = needs.limited(limit)
     flops = planned.flops_of_blocks(n_pos)
     flops["svd"] = n_layers * flops_of_svd(d, min(k + 1, d))
     flops["pairs"] = 2.0 * n_layers**2 * (k * d**2 + k**2 * d)
@@ -198,7 +202,7 @@ class _Planned:
     itemsize: int
 
     @classmethod
-    def of_name(cls, name: str, is_streamed: bool) -> "_Planned":
+    def from_name(cls, name: str, is_streamed: bool) -> "_Planned":
         """Return what a model's configuration says, which is all that is read of it."""
         model = empty_model(name)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
@@ -220,7 +224,7 @@ class _Planned:
         )
 
     @classmethod
-    def of_model(cls, traced: Trace | nn.Module) -> "_Planned":
+    def from_model(cls, traced: Trace | nn.Module) -> "_Planned":
         """Return the facts of a model that is loaded, or of a traced prompt's."""
         trace = traced if isinstance(traced, Trace) else None
         model = traced.model if isinstance(traced, Trace) else traced
@@ -250,16 +254,16 @@ class _Planned:
 
     def flops_of_blocks(self, n_pos: int) -> dict[str, float]:
         """Return the flops of all layers, by stage: "trace", "gate", "jacobians"."""
-        of_blocks = [
+        flops_by_block = [
             flops_of_block(block, self.cfg, self.d_model, n_pos)
             for block in self.blocks
         ]
         # A model may run its blocks several times.
         flops = {
-            stage: sum(of_block[stage] for of_block in of_blocks)
+            stage: sum(block_flops[stage] for block_flops in flops_by_block)
             * self.n_layers
             / len(self.blocks)
-            for stage in of_blocks[0]
+            for stage in flops_by_block[0]
         }
         if self.held_itemsize < self.itemsize and not self.is_streamed:
             # The model's own call is repeated as well.

@@ -17,21 +17,23 @@ class Shelf:
     left, however this ends.
     """
 
-    def __init__(self, n: int, like: Float[Tensor, "d d"], in_memory: bool) -> None:
+    def __init__(
+        self, n: int, like: Float[Tensor, "d d"], keeps_in_memory: bool
+    ) -> None:
         self._held: Tensor | None = None
         self._file: IO[bytes] | None = None
         self._like = like.new_empty(0)
         self._size = like.shape
         # Where there is no room after all, in the file.
         with suppress(MemoryError, torch.OutOfMemoryError):
-            if in_memory:
+            if keeps_in_memory:
                 self._held = like.new_empty(n, *like.shape)
         if self._held is None:
             self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the shelf)
             weakref.finalize(self, self._file.close)
 
     @property
-    def in_memory(self) -> bool:
+    def keeps_in_memory(self) -> bool:
         """Whether the matrices are in memory."""
         return self._held is not None
 

@@ -21,7 +21,7 @@ def n_bytes(limit: int | str) -> int:
     return size
 
 
-def in_words(size: int | float) -> str:
+def format_bytes(size: int | float) -> str:
     """Return a number of bytes as a text for reading, such as "1.5 GiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= _UNITS[unit]:

@@ -19,7 +19,6 @@ from tl_coupling.spectra.matrix_readings import (
     participation_ratio,
     tail_energy,
 )
-from tl_coupling.spectra.parallel import background_map, parallel_map
 from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.similar_ranks import SimilarRanks
 from tl_coupling.spectra.spectrum import Spectrum

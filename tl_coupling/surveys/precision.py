@@ -503,7 +503,7 @@ def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
     connections = [Connection(layer, t, t, t) for layer in range(traced.n_layers)]
     J = block_jacobians(traced, position=t, function="branches", progress=False)
     # No more triplets than are compared: nothing is said of the cut here.
-    decomposed = Decomposed.of(J, connections, k, n_triplets=k)
+    decomposed = Decomposed.from_jacobians(J, connections, k, n_triplets=k)
     coupled = couple(decomposed, decomposed, (orientation,))
     provenance = traced.provenance | {"position": t}
     maps = maps_of(coupled, decomposed, decomposed, "depth", provenance)

@@ -45,7 +45,7 @@ class Trace:
     final_norm: bool
     provenance: dict[str, Any]
     pixels: Float[Tensor, "1 channels height width"] | None = None
-    # Of `jacobians.with_cache`; a trace that was just made has none.
+    # Of `jacobians.caching_trace`; a trace that was just made has none.
     jacobian_cache: object = field(default=None, init=False, repr=False)
 
     @property

@@ -184,7 +184,7 @@ def trace_modules(
     except ValueError as error:
         raise ValueError(f"`blocks` {error}") from None
     with own_arithmetic(model):
-        passage = Passage.of(model, blocks, run)
+        passage = Passage.record(model, blocks, run)
     dtype = _precision(dtype, passage.calls[0].X.dtype)
     network = name or type(blocks[0]).__name__
 
