@@ -102,7 +102,7 @@ def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("keeps_in_memory", [True, False])
 def test_a_shelf_gives_back_what_was_put(
     dtype: torch.dtype, keeps_in_memory: bool
 ) -> None:
