@@ -81,6 +81,7 @@ def forwards_replaced(
     finally:
         for module, attributes in originals.items():
             # An instance has a `forward` of its own where accelerate put one.
+            # The class's own `forward` shows again.
             vars(module).pop("forward", None)
             vars(module).update(attributes)
 
@@ -109,13 +110,16 @@ def exact_arithmetic(
     """
     with measuring():
         state = (device, dtype, *map(id, modules))
+        # Entering again would look through all modules for what is done already.
         if state in _entered:
             hear_interrupts()
             yield
             return
         with interrupts_held(), ExitStack() as stack:
             hear_interrupts()
+            # Weights are constants: gradients of parameters would fill memory.
             stack.enter_context(torch.no_grad())
+            # Fused kernels have no forward mode, and each rounds in its own way.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_not_compiled())
             stack.callback(_forget_graphs, modules)
@@ -231,6 +235,7 @@ def _not_compiled() -> AbstractContextManager[Any]:
     # Its import takes seconds, and whatever compiled has done it.
     if set_stance is None or "torch._dynamo" not in sys.modules:
         return nullcontext()
+    # Graphs of compiled code are guarded by dtypes and hooks, which change here.
     stance: AbstractContextManager[Any] = set_stance("force_eager")
     return stance
 

@@ -109,6 +109,7 @@ class BlockCall:
         cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple["BlockCall", Tensor]:
         """Return the call that a forward pre-hook saw, and the residual stream in it."""
+        # A bridge's block takes `*args`; the names stand in what it wraps.
         original = getattr(module, "original_component", None)
         forward = module.forward if original is None else original.forward
         parameters = inspect.signature(forward).parameters
@@ -130,6 +131,7 @@ class BlockCall:
             if _holds_keys(arguments[name], module):
                 dropped_cache = name
             arguments[name] = None
+        # A block that filled a cache would meet it again in the next call.
         if "use_cache" in arguments:
             arguments["use_cache"] = False
         call = cls(
@@ -155,6 +157,7 @@ class BlockCall:
             lowest: bool | float = False
             if mask.is_floating_point():
                 lowest = torch.finfo(mask.dtype).min / 2
+            # Of the axes batch, head, query and key.
             hides_all = (mask <= lowest).all(-1).flatten(0, 1).any(0)
             rows |= set(hides_all.nonzero().flatten().tolist())
         return rows
@@ -223,6 +226,7 @@ class BlockCall:
         if "1" not in self.layout:
             raise BlockError("the block takes one sequence at a time")
         layout = self.layout.replace("1", "s")
+        # A block may add to what it gets in place.
         laid_out = rearrange(streams, f"s n d -> {layout}").clone()
         output = hidden_states(self.module(laid_out, **self.arguments))
         if output.shape != laid_out.shape:
@@ -310,6 +314,7 @@ def _holds_keys(cache: Any, module: nn.Module) -> bool:
     """
     if cache is None:
         return False
+    # Static caches have places for all positions from the start.
     if getattr(cache, "is_compileable", False):
         return True
     past_keys = getattr(cache, "past_keys", None)
@@ -331,6 +336,7 @@ def _cache_argument(
     for name in _CACHE_ARGUMENTS:
         if name in arguments or name in parameters:
             return name
+    # It is passed on to attention, which knows the usual name.
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return _USUAL_CACHE_ARGUMENT if takes_any else None
 

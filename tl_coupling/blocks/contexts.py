@@ -173,16 +173,19 @@ class WithoutCache(TorchFunctionMode):
             raise BlockError("the attention hides its mask or repeats its keys")
         keys = self.context.completed(k)
         values = self.context.completed(v)
+        # torch's default of `scaled_dot_product_attention`.
         scale = options.get("scale") or q.shape[-1] ** -0.5
         scores = _masked(torch.matmul(scale * q, keys.mT), attn_mask)
         return torch.matmul(scores.softmax(-1), values)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor | None:
         """Compute `q Kᵀ`, and then `P V`; None for a product that is not attention's."""
+        # Projections multiply by matrices of two axes.
         if not left.ndim == right.ndim == 4:
             return None
         has_keys = bool(self.context.seen)
         # Kᵀ is [batch head d_head row], V is [batch head row d_head].
+        # Attention's product is the one whose right factor has one column for each new row.
         n_rows = right.shape[-2] if has_keys else right.shape[-1]
         if n_rows != self.n_rows:
             return None

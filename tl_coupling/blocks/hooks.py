@@ -69,6 +69,7 @@ def spliced_modules(model: nn.Module) -> dict[str, str]:
     """
     spliced: dict[str, str] = {}
     for path, module in model.named_modules():
+        # Hook points are named so in both classes of TransformerLens.
         is_place = path.rpartition(".")[2].startswith("hook_")
         if is_place and not _is_hook_point(module):
             digest = weights_digest(module) or ""
@@ -83,6 +84,7 @@ def _is_hook_point(module: nn.Module) -> bool:
 
 def _named(model: nn.Module, is_meant: Callable[[nn.Module], bool]) -> list[str]:
     found = [(path, part) for path, part in model.named_modules() if is_meant(part)]
+    # Names of all points take longer than to find that none has a hook.
     names = names_of_hook_points(model) if found else {}
     return [
         names.get(id(part))

@@ -40,6 +40,7 @@ class _MadeOutside(NamedTuple):
         args, kwargs = map_tensors([self.args, self.kwargs], cast)
         with exact_arithmetic(self.tensor.device, [self.module], dtype):
             output = self.module(*args, **kwargs)
+        # Rotary modules give cosines and sines as a pair.
         again = output if self.entry is None else output[self.entry]
         return (again if again.shape == self.tensor.shape else self.tensor).to(dtype)
 
@@ -76,6 +77,7 @@ class Passage:
         """
         passage = cls()
         with ExitStack() as hooks:
+            # A block that runs several times gets one hook, which is called each time.
             for block in dict.fromkeys(blocks):
                 hooks.enter_context(
                     block.register_forward_pre_hook(passage._enter, with_kwargs=True)
@@ -123,6 +125,7 @@ class Passage:
         for index, tensor in tensors:
             if isinstance(tensor, Tensor):
                 source = _MadeOutside(tensor, index, module, args, kwargs)
+                # The first module that gave a tensor made it; others pass it on.
                 self.made.setdefault(id(tensor), source)
 
     def stream(self, dtype: torch.dtype) -> list[Tensor]:

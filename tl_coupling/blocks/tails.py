@@ -227,6 +227,7 @@ def _close(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """
     if computed.shape != expected.shape:
         return False
+    # Logits of 16 bits differ by their last bit where rows are computed in another order.
     tolerance = max(1e-4, 2 * torch.finfo(dtype).eps)
     return bool((computed - expected).norm() <= tolerance * expected.norm())
 

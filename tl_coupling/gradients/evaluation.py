@@ -42,6 +42,7 @@ class PullBack:
         """Return the gradients of the inputs."""
         try:
             return self._pull(u)
+        # A foreign block may raise anything within torch.func.
         except Exception as error:
             if self._is_plain or _is_final(error):
                 raise
@@ -121,6 +122,7 @@ def _plain_vjp(
                 output, leaves, u, retain_graph=True, allow_unused=True
             )
         except RuntimeError as error:
+            # Checkpoints that re-enter autograd refuse `autograd.grad` by this name.
             if "use_reentrant" not in str(error):
                 raise
             gradients = _accumulated_gradients(output, leaves, u)
@@ -173,6 +175,7 @@ def pull_back_identity(
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error) or chunk_size == 1:
                 raise
+            # Rows that are done stay; only the failed chunk is split.
             chunk_size = max(1, min(chunk_size, len(y)) // 2)
         else:
             start = rows.stop

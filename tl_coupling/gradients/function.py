@@ -69,4 +69,5 @@ class BlockFunction(DifferentiatedBlock):
             )
         self.remarks.add_normalising_layer(self.layer)
         branches = replace(self, stream_norms=norms)
+        # The traced step, in the trace's own arithmetic, with what the norms took away.
         return replace(branches, step=self.step + branches(self.X) - self(self.X))

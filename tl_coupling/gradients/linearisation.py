@@ -76,6 +76,7 @@ class Linearisation:
             kwargs: dict[str, object],
             output: object,
         ) -> None:
+            # The part in which keys and values were both asked for is attention.
             has_met_context = len(context.seen) == 2 and not any(
                 earlier.meets_context for earlier in parts
             )
@@ -185,6 +186,7 @@ class Linearisation:
             module: partial(forward, iter(calls))
             for module, calls in self.calls.items()
         }
+        # The block's own code adds, scales and orders what the parts give.
         with forwards_replaced(forwards):
             return self.run(rows)
 

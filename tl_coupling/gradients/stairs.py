@@ -77,6 +77,7 @@ class Stairs(TorchFunctionMode):
         ]
         if not is_differentiated and not origins:
             return
+        # Its values leave torch: whatever comes of them has no gradient.
         if name in _HIDES:
             self.stop = name
         elif not origins and name not in _DETACHES and torch.is_grad_enabled():

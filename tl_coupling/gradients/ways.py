@@ -75,6 +75,7 @@ class DifferentiatedBlock(CheckedBlock):
         """
         t1s = list(input_positions)
         t2 = output_position
+        # Of several inputs the output row is pulled back once for all.
         if len(t1s) == 1:
             yield "token_local_linearised", partial(self._linearised, t1s, t2)
             yield "token_local", partial(self._token_local, t1s[0], t2)
@@ -232,6 +233,7 @@ class DifferentiatedBlock(CheckedBlock):
         """Evaluate by reverse mode through the block on one row."""
         function = self.token_local(t1, t2)
         x = self.X[t1]
+        # The MLP, usually four times as wide as the stream, is the widest activation.
         return reverse_mode(function, (x,), lambda J: [J], 4, chunk_size)
 
     def _query_local(
@@ -267,6 +269,7 @@ class DifferentiatedBlock(CheckedBlock):
         J: dict[int, Tensor] = {}
         if t2 in t1s:
             J[t2] = linearised.jacobian(y)
+            # Parts give the derivative of block(X); f leaves the skip connection out.
             J[t2].diagonal().sub_(1)
         if context_positions := [t1 for t1 in t1s if t1 != t2]:
             context_rows = self._rows_in(keys_and_values, context_positions, t2)
@@ -348,6 +351,7 @@ class DifferentiatedBlock(CheckedBlock):
         if max(t1s, default=0) > t2 and not self._looks_ahead(t2):
             raise BlockError("a later row is not in the context")
         # The output row itself is not in its context.
+        # Later rows move up by one there.
         places = [t1 - (t1 > t2) for t1 in t1s]
         index = torch.tensor(places, dtype=torch.long, device=self.X.device)
         return _ContextRows(self, t1s, context, index)
@@ -415,6 +419,7 @@ def _context_jacobians(
 ) -> list[Float[Tensor, "d_model d_model"]]:
     """Return the Jacobians of rows that reach the output through attention alone."""
     W_O = linearised.attention.W_O
+    # What the block makes of each head output: the seeds of the pull-back.
     seeds = linearised.derivative_rows(torch.zeros_like(W_O), attention_rows=W_O).mT
 
     def heads(*keys_and_values: Tensor) -> Tensor:

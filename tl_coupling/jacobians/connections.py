@@ -55,6 +55,7 @@ def connected(
 
     Both tokens are `position` unless they are named by themselves.
     """
+    # Each end can be given alone, the other is `position`.
     if input_position is None:
         input_position = position
     if output_position is None:
@@ -78,6 +79,7 @@ def named_layers(J: Tensor, layers: Sequence[int] | None) -> list[int]:
 
     Raises ValueError unless each has one name, and there is at least one.
     """
+    # Given Jacobians have no trace that would number them.
     names = list(range(len(J)) if layers is None else layers)
     if names and len(names) == len(J):
         return names

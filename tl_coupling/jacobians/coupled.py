@@ -83,10 +83,12 @@ def fill_pairs(
     """
     left = spectra.U.mT.contiguous()
     right = spectra.Vh.contiguous()
+    # Vᵀ J U in place of Uᵀ J V.
     if orientation == "vju":
         left, right = right, left
     right_vectors = rearrange(right, "column k d -> (column k) d")
     for row_matrices, J_1 in zip(A, J, strict=True):
+        # J_1 v of every column's v: one product for all pairs of the row.
         images = rearrange(
             right_vectors @ J_1.mT, "(column k) d -> column k d", column=len(right)
         )

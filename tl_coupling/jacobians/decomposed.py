@@ -84,6 +84,7 @@ class Decomposed:
             n_triplets: how many to compute; one more than k by default, if there is.
         """
         if n_triplets is None:
+            # The one beyond k says whether the cut falls inside a repeated value.
             n_triplets = min(k + 1, J.shape[-1])
         spectra = svd(J, n_triplets)
         norms = torch.linalg.matrix_norm(J)
@@ -283,6 +284,7 @@ def decompose_sides(
     Jacobian is kept: those of the rows are computed as they are read, with the columns'
     in one loop of `progress`.
     """
+    # The same Jacobians in both roles are computed, and decomposed, once.
     if rows == columns:
         (decomposed,) = decompose_each([Request(trace, columns)], k, options)
         return decomposed, decomposed
@@ -320,6 +322,7 @@ def _n_sharing(trace: Trace) -> int:
     if not trace.is_streamed:
         return 1
     weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
+    # In float32, in which streamed models are linearised.
     jacobians = 4 * trace.n_layers * trace.d_model**2
     return max(1, min(MOST_PROMPTS, weights // jacobians))
 
@@ -400,6 +403,7 @@ def _decomposed(
     n_prompts = len(requests)
     decomposed: list[Decomposed] = []
     for prompt, request in enumerate(requests):
+        # Prompts took turns, so that each has every n-th.
         own = results[prompt::n_prompts]
         taken_from = None
         if shelf is not None:

@@ -98,6 +98,7 @@ def block_directions(
     check_k(k, trace.d_model)
     t = trace.position_index(position)
     connection = Connection(trace.layer_index(layer), t, t, t)
+    # One Jacobian: there is nothing to wait for.
     options = JacobianOptions(chunk_size, None, progress=False)
     decomposed = decompose(trace, [connection], k, options)
     spectrum = decomposed.leading[0]

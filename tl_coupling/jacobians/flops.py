@@ -84,10 +84,12 @@ def flops_of_block(
 def _flops_of_unknown(block: nn.Module, d: int, n_pos: int) -> dict[str, float]:
     """Return an upper bound: every row goes through all weights."""
     row = 2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1)
+    # q Kᵀ and P V, two flops for a multiplication and an addition each.
     rows_meet = 4.0 * n_pos**2 * d
     return {
         "trace": n_pos * row + rows_meet,
         "gate": 4 * n_pos * row + 5 * rows_meet,
+        # One backward pass of one row for each row of J.
         "jacobians": d * row,
     }
 
@@ -96,6 +98,7 @@ def _flops_of_standard(
     sizes: _StandardBlock, d: int, n_pos: int, is_parallel: bool
 ) -> dict[str, float]:
     d_head, d_z, group = sizes.d_head, sizes.d_z, sizes.group
+    # Keys and values are shared by a group of heads.
     qkv = 2.0 * d * (d_z + 2 * d_z // group)
     mlp = 2.0 * sizes.n_mlp * d * sizes.d_mlp
     mlp_before = 2.0 * (sizes.n_mlp - 1) * d * sizes.d_mlp
@@ -104,6 +107,7 @@ def _flops_of_standard(
     # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the MLP's
     # Jacobian after attention's.
     products = 2.0 * d**2 * (sizes.d_mlp + d_z + d * (not is_parallel))
+    # W_Q, W_K and W_V behind the gradients of q, k and v, and the rows that meet.
     heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
     return {
         "trace": n_pos * (attention + mlp) + rows_meet,

@@ -51,7 +51,9 @@ class JacobianCache:
             shelf, path = self._shelves[key]
             return [shelf.take(i) for i in range(len(group))], path
         matrices, path = compute()
+        # A group of which one Jacobian is asked for again alone would round otherwise.
         if self._asked_again.issuperset(map(_ends, group)):
+            # As if all that are expected were there: later ones must fit as well.
             n_bytes = len(self._asked_again) * matrices[0].nbytes
             block = trace.blocks[group[0].layer].call.module
             shelf = Shelf(len(group), matrices[0], fits_in_memory(n_bytes, block))
@@ -64,6 +66,7 @@ def cache_key(
     group: Sequence[Connection], chunk_size: int | None, function: AnyFunction
 ) -> object:
     """Return what a group of connections with one output is kept by."""
+    # Chunks of another size round otherwise.
     return (*map(_ends, group), chunk_size, function)
 
 
@@ -82,6 +85,7 @@ def caching_trace(trace: Trace, connections: Iterable[Connection]) -> Trace:
     cache = cache_of(trace)
     if cache is None:
         cache = JacobianCache()
+        # The caller's own trace keeps nothing: the cache goes with this copy.
         trace = copy.copy(trace)
         object.__setattr__(trace, "jacobian_cache", cache)
     cache.expect(connections)

@@ -118,6 +118,7 @@ def block_jacobians(
     if not len(selected_layers):
         raise ValueError("`layers` is empty: wanted at least one layer")
     n_layers = len(selected_layers)
+    # Filled row by row: a list of all and their stack would take twice the memory.
     J = trace.blocks[0].X.new_empty(n_layers, trace.d_model, trace.d_model)
     t = trace.position_index(position)
     connections = [
@@ -160,6 +161,7 @@ def jacobians_of(
     of one output more: up to `n_sharing` together, fewer where their Jacobians would
     exceed `BATCH_BUDGET`.
     """
+    # A prompt of many tokens has more connections to one output than fit in memory.
     n_together = max(1, min(n_sharing, MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
     computed = _computed_groups(trace, connections, chunk_size, n_together, function)
     for _ in with_progress(range(len(connections)), progress, "Jacobians"):
@@ -183,12 +185,14 @@ def _computed_groups(
                 sharing, lambda connection: connection.output_position
             )
             groups = [list(output_group) for _, output_group in output_groups]
+            # What is computed together is kept, and found again, together.
             keys = [cache_key(group, chunk_size, function) for group in groups]
             are_cached = cache is not None and all(key in cache for key in keys)
             block = trace.blocks[layer]
             if not are_cached:
                 # Before its branches are asked for: it shows whether it has others.
                 block.refer_to([group[0].output_position for group in groups])
+            # Of the branches, whose step and slope are others.
             block = measured(block, function)
             if not are_cached:
                 block.refer_to([group[0].output_position for group in groups])

@@ -85,16 +85,19 @@ class Needs:
         n_kept = sizes.n_prompts * sizes.n_rows if sizes.rows_are_columns else 0
         # The longest row or column of the block's matrices is the widest activation; at
         # least 4 d, as is usual.
+        # A narrow MLP still leaves attention's queries, keys and values side by side.
         widths = [max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1]
         width = max(4, -(-max(widths, default=0) // d))
         n_workers = max(1, torch.get_num_threads() // 2)
         n_pairs = sizes.n_rows * sizes.n_columns
         return cls(
+            # A of every pair, `k²` numbers each, in as many orientations as there are maps.
             result=sizes.n_maps * n_pairs * sizes.k**2 * itemsize,
             spectra=5 * n_columns * sizes.k * d * itemsize,
             jacobians=n_kept * d * d * itemsize,
             matrix=d * d * itemsize,
             seed_bytes=_ACTIVATIONS * width * d * itemsize,
+            # There are only d rows.
             chunk_size=min(d, chunk_that_fits(width, d)),
             n_svds=min(n_columns, n_workers),
         )
@@ -118,6 +121,7 @@ class Needs:
 
         Raises ValueError where that is not enough.
         """
+        # Halved together: neither alone is always what takes most.
         needs = self
         while needs.working_and_result > limit and (
             needs.chunk_size > 1 or needs.n_svds > 1
@@ -186,6 +190,7 @@ def fits_in_memory(size: int, block: nn.Module) -> bool:
     from disk, no more than a block's weights.
     """
     weights = list(block.parameters())
+    # Its user chose to hold one block: Jacobians get no more room than that.
     if facts_of(block).is_streamed:
         return size <= 4 * sum(p.numel() for p in weights)
     device = weights[0].device if weights else torch.device("cpu")
@@ -195,8 +200,10 @@ def fits_in_memory(size: int, block: nn.Module) -> bool:
 def _free_memory(device: torch.device) -> float:
     """Return the bytes that are free on a device; infinity where that is not known."""
     if device.type == "cuda":
+        # The other number is the total.
         return float(torch.cuda.mem_get_info(device)[0])
     if device.type == "cpu":
+        # Elsewhere than on Linux there is no such file.
         with suppress(OSError, IndexError, ValueError):
             report = Path("/proc/meminfo").read_text()
             kibibytes = report.split("MemAvailable:")[1].split()[0]

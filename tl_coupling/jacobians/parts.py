@@ -167,6 +167,7 @@ def components_and_path(
 
 def _refusal(block: BlockFunction, position: int) -> ValueError:
     """Return what to say of a block without components, and why it has none."""
+    # A zero Jacobian agrees with any split of zeros; it has none of its own.
     if not bool(block.reference(position).rows[position].any()):
         return ValueError(
             f"layer {block.layer}: the block's Jacobian at token {position} is zero, so "

@@ -145,9 +145,11 @@ def plan(
     k = fitting_k(k, d)
     n_pos = tokens or planned.n_pos
     block = planned.blocks[0]
+    # Blocks of one model are alike; the first stands for all.
     needs = Needs.from_block(
         block, MapSizes(d, planned.itemsize, n_layers, n_layers, k)
     )
+    # Without a limit, what is free decides, as in `depth_coupling`.
     limit = None if max_memory is None else n_bytes(max_memory)
     if limit is not None:
         needs = needs.limited(limit)
@@ -206,6 +208,7 @@ class _Planned:
         """Return what a model's configuration says, which is all that is read of it."""
         model = empty_model(name)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        # The blocks are the list of modules with the most weights.
         sizes = [_size(modules) for modules in lists]
         blocks = list(lists[sizes.index(max(sizes))])
         cfg = cast(_Config, model.config).get_text_config()
@@ -218,6 +221,7 @@ class _Planned:
             d_model=int(cfg.hidden_size),
             n_pos=_DEFAULT_TOKENS,
             n_weights=_size(model),
+            # Weights of a named model are converted to float32 as they are read.
             is_streamed=is_streamed,
             held_itemsize=4,
             itemsize=4,
@@ -242,6 +246,7 @@ class _Planned:
             n_weights=_size(model),
             is_streamed=facts_of(model).is_streamed,
             held_itemsize=held_itemsize,
+            # A model in 16 bits is linearised in float32.
             itemsize=max(4, held_itemsize),
         )
 

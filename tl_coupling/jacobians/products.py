@@ -80,6 +80,7 @@ def block_jvp(
     )
     x, v = t1_to_t2.x, t1_to_t2.vector
     with t1_to_t2.block.evaluation():
+        # Forward mode lacks rules for some operations; a second backward pass has them.
         for jvp in (_forward_mode, _twice_backward):
             try:
                 return jvp(t1_to_t2.function, x, v)
@@ -87,6 +88,7 @@ def block_jvp(
                 # A foreign block may raise anything.
                 if is_out_of_memory(error):
                     raise
+        # Custom Functions that can be differentiated only once are left.
         _, (J,) = reverse_mode(t1_to_t2.function, (x,), lambda J: [J], 4)
         return J @ v
 
@@ -140,6 +142,7 @@ def _differentiated(
             f"`vector` must be finite in {v.dtype}, got NaN or infinite entries"
         )
     x = block.X[t1]
+    # The product that decides is the one that the reference holds.
     u = block.reference(t2).u
 
     def compute(

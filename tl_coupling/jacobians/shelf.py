@@ -22,6 +22,7 @@ class Shelf:
     ) -> None:
         self._held: Tensor | None = None
         self._file: IO[bytes] | None = None
+        # Dtype and device, without the memory.
         self._like = like.new_empty(0)
         self._size = like.shape
         # Where there is no room after all, in the file.
@@ -44,6 +45,7 @@ class Shelf:
         else:
             assert self._file is not None
             self._file.seek(start * matrices[0].nbytes)
+            # numpy's buffer is written without a copy.
             self._file.write(matrices.contiguous().cpu().numpy().data)
 
     def take(self, i: int) -> Float[Tensor, "d d"]:

@@ -4,11 +4,13 @@ import re
 from typing import Annotated
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Decimal units, as disks are sold, beside binary ones, as memory is.
 _UNITS |= {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def n_bytes(limit: int | str) -> int:
     """Return a number of bytes, from a number or from a text such as "3GiB"."""
+    # A number alone is one of bytes.
     match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", str(limit))
     size = 0
     if match and match[2] in _UNITS:

@@ -49,6 +49,7 @@ def _stop(*_: object) -> None:
 
 def _run(model: Any, model_input: ModelInput) -> None:
     """Run the model; ValueError if it fails without us too."""
+    # A model may have been moved since its tokenizer made the ids.
     batch = model_input.batch.to(next(model.parameters()).device)
     options = model_input.options_of_call(model)
     try:

@@ -36,6 +36,7 @@ def check_computes_the_same(model: nn.Module) -> None:
                 f"must be modules in Python, {part} is compiled by torch.jit: give what "
                 "it was made from"
             )
+        # `named_parameters` would list shared weights under their first name alone.
         for weight_name, weight in module._parameters.items():
             if _is_packed(weight):
                 raise ValueError(
@@ -43,6 +44,7 @@ def check_computes_the_same(model: nn.Module) -> None:
                     f"a {type(weight).__name__} (torchao and others pack them so): load "
                     "the model without quantization"
                 )
+        # In eval mode dropout is the identity, and statistics stay.
         if not module.training:
             continue
         setting = _random_setting(module)
@@ -60,6 +62,7 @@ def check_computes_the_same(model: nn.Module) -> None:
 
 def _is_packed(weight: Tensor | None) -> bool:
     """Say whether a weight is a foreign class that holds other tensors."""
+    # torch's own wrappers (Parameter, DTensor) are tensors to autograd.
     is_foreign = not type(weight).__module__.startswith("torch.")
     return is_foreign and is_traceable_wrapper_subclass(weight)
 
@@ -79,4 +82,5 @@ def _random_setting(module: nn.Module) -> str | None:
 def _keeps_statistics(module: nn.Module) -> bool:
     if not isinstance(module, nn.modules.batchnorm._NormBase):
         return False
+    # Without them BatchNorm depends on its batch, which is one prompt's, alone.
     return module.track_running_stats

@@ -49,6 +49,7 @@ class Sweep(Sequence[BlockFunction]):
         if isinstance(layer, slice):
             return [self[i] for i in range(*layer.indices(len(self)))]
         index = range(len(self))[layer]
+        # A block needs what the one before gives, so that all before it run too.
         while len(self._functions) <= index:
             self._run(len(self._functions))
         return self._functions[index]
@@ -64,6 +65,7 @@ class Sweep(Sequence[BlockFunction]):
         leaving = self._stream[-1]
         if self._norm is not None:
             leaving = last.X + last.step
+        # The stream itself is kept before the final norm: the next sweep would start there.
         return torch.stack([*self._stream[:-1], leaving])
 
     def _run(self, layer: int) -> None:

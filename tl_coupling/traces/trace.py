@@ -112,6 +112,7 @@ class Trace:
     @property
     def _input(self) -> ModelInput | None:
         """What the model ran on; None where modules were traced."""
+        # Made anew: a trace keeps no input but what its results name.
         if self.tokens is not None:
             return TokenIds(self.tokens[None])
         if self.pixels is not None:
@@ -153,10 +154,12 @@ class StreamedTrace(Trace):
 
 def _first_row_stays(block: BlockFunction) -> bool:
     """Say whether a block adds the same to the first row if every later row is another."""
+    # The same lengths, so that a norm or a guard behaves as it does at X.
     changed = torch.cat([block.X[:1], -block.X[1:]])
     # A step that was recorded in another dtype has that one's rounding.
     step = block.step[0] if block.recorded is None else block(block.X)[0]
     difference = (block(changed)[0] - step).norm()
+    # Rows that do not meet still share products, which round with their neighbours.
     return bool(difference <= 1e-5 * (step.norm() + block.X[0].norm()))
 
 

@@ -110,10 +110,12 @@ def trace(
         >>> torch.allclose(Y, trace.residual[1], atol=1e-5)
         True
     """
+    # A prompt names its image; its text is what a tokenizer gets.
     if isinstance(prompt, Prompt):
         prompt = Path(prompt.image) if prompt.image else prompt.prompt
     traced_input = model_input(model, prompt, prepend_bos)
     dtype = _precision(dtype, next(model.parameters()).dtype)
+    # Looked for before the pass, so that a model without one is refused at once.
     norm = tails.final_norm(model, traced_input) if final_norm else None
     passage = recorded_passage(model, traced_input, dtype)
 
@@ -178,6 +180,7 @@ def trace_modules(
     blocks = list(blocks)
     if not blocks:
         raise ValueError("`blocks` is empty: wanted at least one module")
+    # They are looked through, and their weights described, as one model.
     model = nn.ModuleList(blocks)
     try:
         check_computes_the_same(model)
@@ -201,6 +204,7 @@ def trace_modules(
         return describe_modules(model, network, entering)
 
     traced = _Recording(model, passage, dtype, names, describe).trace()
+    # A post-norm network would otherwise be compared as if −I were its own.
     for block in traced.blocks:
         block.remark_on_norms()
     return traced
@@ -210,6 +214,7 @@ def _precision(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:
     """Return the precision of block functions: what was asked for, or float64 for a
     model in float64 and float32 for any other.
     """
+    # 16 bits leave a Jacobian three digits, and its cut at k none.
     if dtype is None:
         return torch.float64 if own == torch.float64 else torch.float32
     if torch.finfo(dtype).bits < 32:
@@ -309,6 +314,7 @@ class _Recording:
         if norm is not None:
             with exact_arithmetic(X.device, [norm], self.dtype):
                 Y = norm(Y[None]).reshape(Y.shape)
+        # Such a call is made again in its own precision, to see whether the model changed.
         is_in_other_dtype = bool(recorded.dtypes - {self.dtype})
         return BlockFunction(
             layer,
@@ -325,6 +331,7 @@ class _Recording:
         stream = self.passage.stream(self.dtype)
         if self.norm is not None:
             entering = stream[-2]
+            # The last step already includes the norm, in the dtype of the others.
             stream[-1] = entering + last.step.to(entering.device)
         return torch.stack(stream)
 
