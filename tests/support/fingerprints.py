@@ -56,8 +56,9 @@ def fingerprint(value: Any) -> Any:
         case Path():
             return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (field.name for field in dataclasses.fields(value))
-        entries = {name: getattr(value, name) for name in fields}
+        # Not what it keeps while it is measured, which is not given when it is made.
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        entries = {name: getattr(value, name) for name in names}
         return (type(value).__name__, fingerprint(entries))
     return type(value).__name__
 
