@@ -106,7 +106,7 @@ ON_THE_CPU = {
     (
         "torch.tensor([draw.shuffled for draw in draws], dtype=torch.float64)"
     ): "results are on the CPU",
-    "torch.tensor(of_layers, dtype=torch.float64)": "results are on the CPU",
+    "torch.tensor(layer_values, dtype=torch.float64)": "results are on the CPU",
     "torch.randperm(len(self.J), generator=generator)": "an order, as numbers",
     (
         "torch.full((n_draws + 1, n_layers, n_layers), torch.nan)"
@@ -114,7 +114,7 @@ ON_THE_CPU = {
     "torch.zeros(n_layers, dtype=torch.float64)": "numbers beside the matrices",
     "torch.ones(1)": "a single number goes with any device",
     "torch.empty(0)": "only its dtype and device are read",
-    "torch.zeros(len(self.rows.X), dtype=torch.bool)": "part of an error message",
+    "torch.zeros(len(self.X), dtype=torch.bool)": "part of an error message",
     "torch.tensor(numbers, dtype=x.dtype)": "drawn",
     (
         "torch.full((len(influence.layers), run.trace.n_pos), "
