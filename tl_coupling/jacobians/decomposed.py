@@ -358,7 +358,8 @@ def _computed_in_turns(
     for _ in requests[0].connections:
         for stream in streams:
             computed = next(stream)
-            yield computed._replace(J=computed.J.to(device))
+            # In one layout, because sums round by the order of their terms in memory.
+            yield computed._replace(J=computed.J.to(device).contiguous())
             # Not kept while the next is computed.
             del computed
     # The loops of `progress` end.
