@@ -60,6 +60,7 @@ CALLED_BY_PICTURES = {
     "random_subspace_null": "a closed form, drawn as a line",
     "split_by_task": "the rows of a table, split by task",
     "step_order": "the order of columns",
+    "strongest_heads": "names, in the order of a column",
     "trajectory_pca": "the axes of a trajectory's plane",
 }
 

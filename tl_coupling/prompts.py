@@ -5,7 +5,8 @@ files.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -77,6 +78,15 @@ class Prompt:
             return self.prompt
         content = Path(self.image).read_bytes()
         return f"image sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+@contextmanager
+def naming_prompt(prompt: Prompt) -> Iterator[None]:
+    """Name the prompt in every ValueError of the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id!r}: {error}") from error
 
 
 def _is_prose(text: str) -> bool:

@@ -1,8 +1,7 @@
 """What a model loses without a block, its order, its own directions, or its end."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from tl_coupling.gradients import BlockFunction
 from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt
+from tl_coupling.prompts import Prompt, naming_prompt
 from tl_coupling.statistics import (
     LEVEL,
     is_constant,
@@ -124,7 +123,7 @@ def layer_redundancy(
     measured: list[xarray.Dataset] = []
     not_merged: dict[int, str] = {}
     for prompt in with_progress(named_prompts, progress, "redundancy"):
-        with _errors_of(prompt):
+        with naming_prompt(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
             prompt_data, reasons = _measure_prompt(traced, settings)
         measured.append(prompt_data)
@@ -144,15 +143,6 @@ def layer_redundancy(
     return data.assign(null_coupling=("k", nulls)).assign_coords(
         prompt=[prompt.id for prompt in named_prompts], task=("prompt", tasks)
     )
-
-
-@contextmanager
-def _errors_of(prompt: Prompt) -> Iterator[None]:
-    """Name the prompt in every ValueError of the block."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.id!r}: {error}") from error
 
 
 def _warn_of_not_merged(reasons: dict[int, str], n_pairs: int) -> None:

@@ -20,7 +20,7 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.cli.tables import table_of
-from tl_coupling.comparisons import Carriers, HeadCoupling, Share
+from tl_coupling.comparisons import Carriers, HeadCoupling, Share, strongest_heads
 from tl_coupling.measures import Orientation
 from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
@@ -228,10 +228,11 @@ def _table(results: dict[str, Carriers]) -> Table:
                 ]
             )
     trained = results["trained"]
+    heads = ", ".join(strongest_heads(trained, _N_HEADS_SHOWN)) or "no separate heads"
     title = f"{trained.provenance['model']}: what carries coupling, k = {trained.k}"
     caption = (
         "means over pairs of different layers; excess: diag A minus J\n"
-        f"null: 95 % of random subspaces\nmost excess: {_strongest_heads(trained)}"
+        f"null: 95 % of random subspaces\nmost excess: {heads}"
     )
     numbers = ["diag A", "J", "excess", "null"]
     return table_of(title, ["run", "component"], numbers, rows, caption)
@@ -271,16 +272,3 @@ def _pairs_table(pairs: dict[str, HeadCoupling]) -> Table:
     caption = f"pairs of heads of different layers\nmost coupled: {strongest}"
     title = f"{trained.provenance['model']}: heads with heads, k = {trained.k}"
     return table_of(title, ["run"], numbers, rows, caption)
-
-
-def _strongest_heads(result: Carriers) -> str:
-    """Return the heads that carry most beyond their size, each with its layer."""
-    table = result.to_dataframe()
-    # Components are called H0, H1, …, and attn_out where heads are not separate.
-    heads = table[table["component"].str.startswith("H")]
-    strongest = heads.nlargest(_N_HEADS_SHOWN, "excess")
-    names = [
-        f"L{row.layer}{row.component} {row.excess:+.3f}"
-        for row in strongest.itertuples()
-    ]
-    return ", ".join(names) or "no separate heads"

@@ -6,7 +6,7 @@ from tl_coupling.comparisons.across_prompts import (
     PromptMeasure,
     prompt_coupling,
 )
-from tl_coupling.comparisons.carrying import Carriers, Share, carriers
+from tl_coupling.comparisons.carrying import Carriers, Share, carriers, strongest_heads
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupling

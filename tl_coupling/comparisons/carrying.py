@@ -413,6 +413,20 @@ def carriers(
     )
 
 
+def strongest_heads(result: Carriers, n: int) -> list[str]:
+    """Return the n heads that carry most beyond their size, each with its layer.
+
+    None of a model whose heads are not separate.
+    """
+    table = result.to_dataframe()
+    # Components are called H0, H1, …, and attn_out where heads are not separate.
+    heads = table[table["component"].str.startswith("H")]
+    return [
+        f"L{row.layer}{row.component} {row.excess:+.3f}"
+        for row in heads.nlargest(n, "excess").itertuples()
+    ]
+
+
 class _Frames(NamedTuple):
     """Left and right vectors that Jacobians are read in, as rows."""
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterator, Mapping
 
 from tl_coupling import plots
-from tl_coupling.comparisons import Carriers
+from tl_coupling.comparisons import Carriers, strongest_heads
 from tl_coupling.directions import Decoded
 from tl_coupling.dynamics import Products
 from tl_coupling.interactive import visible_token
@@ -68,12 +68,15 @@ def _carriers(results: Mapping[str, Carriers]) -> str:
     if not twins:
         heads.set_title("")
     names = " | ".join(map(html.escape, results))
+    strongest = ""
+    if names_of_heads := strongest_heads(trained, _N_HEADS):
+        strongest = f"Most: {', '.join(names_of_heads)}."
     parts = [
         figure(
             picture,
             "Heat map of each head's excess by layer",
             f"<strong>Heads, {names}.</strong> Each head's share of coupling minus its share "
-            f"of J: red carries more than its size, blue less. {_strongest_heads(trained)}",
+            f"of J: red carries more than its size, blue less. {strongest}",
         )
     ]
     parts += [
@@ -92,18 +95,6 @@ def _carriers(results: Mapping[str, Carriers]) -> str:
         "beside its share of J. The excess is the first minus the second, with the 95 % of "
         f"random subspaces.</p>{table(headings, rows)}{grid(parts)}"
     )
-
-
-def _strongest_heads(result: Carriers) -> str:
-    """Name the heads that carry most beyond their size."""
-    table_of_shares = result.to_dataframe()
-    is_head = table_of_shares["component"].str.startswith("H")
-    strongest = table_of_shares[is_head].nlargest(_N_HEADS, "excess")
-    names = [
-        f"L{row.layer}{row.component} {row.excess:+.3f}"
-        for row in strongest.itertuples()
-    ]
-    return f"Most: {', '.join(names)}." if names else ""
 
 
 def _products(results: Mapping[str, Products]) -> str:

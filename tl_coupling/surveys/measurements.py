@@ -1,7 +1,6 @@
 """Every measure of one model on a set of prompts, as one dataset."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -10,7 +9,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.comparisons import depth_couplings
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt
+from tl_coupling.prompts import Prompt, naming_prompt
 from tl_coupling.surveys.kept import KeptPrompts
 from tl_coupling.surveys.settings import Prompts, Settings, as_prompts
 from tl_coupling.surveys.variables import (
@@ -148,7 +147,7 @@ def measure_each_prompt(
         _check_lengths(model, prompts, settings)
 
     def measure_prompt(prompt: Prompt) -> "xarray.Dataset":
-        with _errors_of(prompt):
+        with naming_prompt(prompt):
             traced = trace(
                 model,
                 prompt,
@@ -170,15 +169,6 @@ def measure_each_prompt(
     ids = [prompt.id for prompt in prompts]
     tasks = [prompt.task or "" for prompt in prompts]
     return data.assign_coords(prompt=ids, task=("prompt", tasks))
-
-
-@contextmanager
-def _errors_of(prompt: Prompt) -> Iterator[None]:
-    """Let errors in the block name the prompt."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"prompt {prompt.id!r}: {error}") from error
 
 
 def _check_kinds(model: nn.Module, prompts: Sequence[Prompt]) -> None:
@@ -210,7 +200,7 @@ def _check_lengths(
         return
     too_long = []
     for prompt in prompts:
-        with _errors_of(prompt):
+        with naming_prompt(prompt):
             tokens = tokenize(model, prompt.prompt, settings.prepend_bos)[0]
         if len(tokens) > n_ctx:
             too_long.append(f"{prompt.id!r} ({len(tokens)})")
