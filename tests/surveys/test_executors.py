@@ -2,12 +2,13 @@
 worker or the driver is killed.
 """
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -200,6 +201,152 @@ def test_a_worker_that_dies_amid_its_answer_has_died(
     monkeypatch.setattr(executors, "_serve", half_an_answer)
     with process_pool(1) as pool, pytest.raises(WorkerDied, match="twice"):
         pool.submit(max, 1, 2).result(timeout=300)
+
+
+@pytest.fixture
+def forking_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[executors.ProcessPool]:
+    """Provide a pool of one worker that is there at once: it imports nothing again."""
+    with process_pool(1) as pool:
+        monkeypatch.setattr(pool, "_context", multiprocessing.get_context("fork"))
+        yield pool
+
+
+# Python 3.12 warns of threads: the worker uses none of theirs.
+FORKS = [
+    pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def with_marks(function: Callable) -> Callable:
+    for mark in FORKS:
+        function = mark(function)
+    return function
+
+
+@with_marks
+def test_a_pool_calls_in_a_process_of_its_own_and_gives_back_errors(
+    forking_pool: executors.ProcessPool,
+) -> None:
+    pids = [forking_pool.submit(os.getpid).result(timeout=60) for _ in range(2)]
+    assert pids[0] == pids[1] != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        forking_pool.submit(divmod, 1, 0).result(timeout=60)
+    with pytest.raises(RuntimeError, match="cannot be sent from its process"):
+        forking_pool.submit(eval, "lambda: 0").result(timeout=60)
+    assert forking_pool.submit(os.getpid).result(timeout=60) == pids[0]
+
+
+@with_marks
+def test_a_worker_that_dies_is_replaced_once(
+    forking_pool: executors.ProcessPool, tmp_path: Path
+) -> None:
+    mark = tmp_path / "was here"
+    pid = forking_pool.submit(die_once, mark).result(timeout=60)
+    assert pid != os.getpid()
+    with pytest.raises(WorkerDied, match="twice"):
+        forking_pool.submit(os._exit, 1).result(timeout=60)
+
+
+def die_once(mark: Path) -> int:
+    """Kill this process, unless its mark is there."""
+    if not mark.exists():
+        mark.touch()
+        os._exit(1)
+    return os.getpid()
+
+
+@with_marks
+def test_a_pool_that_is_left_by_an_error_ends_its_calls(
+    forking_pool: executors.ProcessPool,
+) -> None:
+    waiting = forking_pool.submit(time.sleep, 60)
+    queued = forking_pool.submit(time.sleep, 60)
+    while not forking_pool._has_begun:
+        time.sleep(0.01)
+    start = time.monotonic()
+    forking_pool.abort()
+    assert time.monotonic() - start < 20
+    with pytest.raises((WorkerDied, EOFError)):
+        waiting.result(timeout=20)
+    assert queued.cancelled() or queued.exception(timeout=20)
+    # The next call starts a new process.
+    assert forking_pool.submit(max, 1, 2).result(timeout=60) == 2
+    forking_pool.shutdown()
+    with pytest.raises(RuntimeError, match="was shut down: make a new one"):
+        forking_pool.submit(max, 1, 2)
+
+
+def test_work_that_cannot_be_submitted_is_one_line_and_the_rest_is_cancelled() -> None:
+    class Refuses(ThreadPoolExecutor):
+        def submit(self, *arguments: object) -> Future:
+            raise RuntimeError("sbatch: error:\n  no such partition")
+
+    line = r"could not be submitted \(RuntimeError: sbatch: error: no such partition\)"
+    with (
+        Refuses(1) as executor,
+        pytest.raises(OSError, match=line),
+        submitted(executor, measure, {"a": (UNITS[0],)}),
+    ):
+        pass
+
+
+def test_what_was_submitted_is_cancelled_when_the_block_fails() -> None:
+    futures: list[Future] = []
+
+    class Waits:
+        def submit(self, *arguments: object) -> Future:
+            futures.append(Future())
+            return futures[-1]
+
+    work = {i: (unit,) for i, unit in enumerate(UNITS)}
+
+    def fail_after_the_first() -> None:
+        with submitted(Waits(), measure, work):
+            futures[0].set_result(None)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_after_the_first()
+    assert [future.cancelled() for future in futures] == [False, True, True, True]
+
+
+def test_parameters_of_slurm_are_named_as_submitit_has_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    submitit = pytest.importorskip("submitit")
+    given: dict[str, object] = {}
+
+    class Executor:
+        def __init__(self, folder: str, cluster: str) -> None:
+            given.update(folder=folder, cluster=cluster)
+
+        def update_parameters(self, **parameters: object) -> None:
+            if "slurm_wrong" in parameters:
+                raise ValueError("unknown parameters:\n wrong")
+            given.update(parameters)
+
+        def submit(self, *arguments: object) -> None: ...
+
+    monkeypatch.setattr(submitit, "AutoExecutor", Executor)
+    monkeypatch.setattr("shutil.which", lambda command: command)
+    executor = executors.slurm_executor(tmp_path, partition="gpu", mem_gb=32)
+    assert isinstance(executor, Executor)
+    assert given == {
+        "folder": str(tmp_path),
+        "cluster": "slurm",
+        "timeout_min": 240,
+        "name": "tl-coupling",
+        "slurm_partition": "gpu",
+        "mem_gb": 32,
+    }
+    with pytest.raises(
+        ValueError, match=r"does not accept .*: unknown parameters: wro"
+    ):
+        executors.slurm_executor(tmp_path, wrong=1)
+    monkeypatch.setattr("shutil.which", lambda command: None)
+    with pytest.raises(ValueError, match="there is no SLURM here: wanted its command"):
+        executors.slurm_executor(tmp_path)
 
 
 def test_more_workers_than_a_machine_can_bear_are_refused() -> None:

@@ -392,3 +392,21 @@ def test_hooks_have_the_names_that_were_typed(model: nn.Module) -> None:
         model.add_hook(name, lambda z, hook: z)
     assert sorted(tlc.trace(model, tiny.TOKENS).provenance["hooks"]) == sorted(names)
     model.reset_hooks()
+
+
+def test_a_model_that_fails_by_itself_says_how_it_was_called(
+    tokenizer_folder: Path,
+) -> None:
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("the size of tensor a\n  must match")
+
+    model.forward = fails
+    message = (
+        r"the model itself fails when called as `model\(.*\)` \(RuntimeError: the size of "
+        r"tensor a must match\): try .*, or another version of TransformerLens"
+    )
+    with pytest.raises(ValueError, match=message) as refused:
+        tlc.trace(model, tiny.TOKENS)
+    assert "\n" not in str(refused.value)
