@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -60,6 +61,9 @@ def main() -> int:
         "--save", type=Path, metavar="FILE", help="keep counts and findings as JSON"
     )
     options = parser.parse_args()
+    # A process that a script starts in its background ignores Ctrl-C: no interrupt would
+    # ever hit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     import torch
     from tqdm import tqdm
