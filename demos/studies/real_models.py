@@ -354,6 +354,8 @@ def main() -> None:
         prompts = None if path is None else drawn_prompts(path)
         for source in arguments.models:
             run(source, prompts, arguments.out)
+    elif not any(arguments.out.glob("*.csv")):
+        parser.error(f"there are no results in {arguments.out}: run it without --table")
     for part, show in SHOWN.items():
         paths = sorted(arguments.out.glob(f"*-{part}.csv"))
         show(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -272,3 +273,15 @@ def test_parts_that_are_there_are_not_run_again(
     monkeypatch.setattr(tlc, "load_model", None)
     real_models.main()
     assert capsys.readouterr().out == first
+
+
+def test_a_table_of_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["real_models.py", "--table", "--out", str(tmp_path)]
+    )
+    with pytest.raises(SystemExit) as stopped:
+        real_models.main()
+    assert stopped.value.code == 2
+    assert "there are no results in" in capsys.readouterr().err
