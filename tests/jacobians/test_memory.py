@@ -27,7 +27,7 @@ from tl_coupling.gradients import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.decomposed import sharing_a_reading
 from tl_coupling.jacobians.memory import Budget, MapSizes, Needs
-from tl_coupling.jacobians.options import DEFAULT_OPTIONS
+from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.jacobians.sizes import format_bytes, n_bytes
 from tl_coupling.surveys import Settings, measure_prompts
@@ -99,6 +99,20 @@ def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
     sizes = MapSizes.from_trace(tiny_trace, n_rows=30, n_columns=30, k=4)
     block = tiny_trace.blocks[0].call.module
     assert Budget.from_block(block, sizes, DEFAULT_OPTIONS).n_svds == expected
+
+
+@pytest.mark.parametrize(("n_beside", "expected"), [(0, 1), (3, 4), (100, 101)])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_within_a_limit_as_many_jacobians_share_work_as_fit_beside_the_rest(
+    tiny_trace: tlc.Trace, n_beside: int, expected: int, is_kept: bool
+) -> None:
+    sizes = MapSizes.from_trace(tiny_trace, n_rows=8, n_columns=8, k=4)
+    sizes = replace(sizes, rows_are_columns=is_kept)
+    block = tiny_trace.blocks[0].call.module
+    needs = Needs.from_block(block, sizes)
+    limit = needs.working_and_result + needs.jacobians + n_beside * needs.matrix
+    options = JacobianOptions(max_memory=limit)
+    assert Budget.from_block(block, sizes, options).n_sharing == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -203,28 +203,21 @@ def test_a_worker_that_dies_amid_its_answer_has_died(
         pool.submit(max, 1, 2).result(timeout=300)
 
 
+# Python 3.12 warns of threads: the worker uses none of theirs.
+FORKS_WARN = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
 @pytest.fixture
 def forking_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[executors.ProcessPool]:
     """Provide a pool of one worker that is there at once: it imports nothing again."""
+    if sys.platform != "linux":
+        pytest.skip("forks are safe on Linux")
     with process_pool(1) as pool:
         monkeypatch.setattr(pool, "_context", multiprocessing.get_context("fork"))
         yield pool
 
 
-# Python 3.12 warns of threads: the worker uses none of theirs.
-FORKS = [
-    pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
-
-
-def with_marks(function: Callable) -> Callable:
-    for mark in FORKS:
-        function = mark(function)
-    return function
-
-
-@with_marks
+@FORKS_WARN
 def test_a_pool_calls_in_a_process_of_its_own_and_gives_back_errors(
     forking_pool: executors.ProcessPool,
 ) -> None:
@@ -237,7 +230,7 @@ def test_a_pool_calls_in_a_process_of_its_own_and_gives_back_errors(
     assert forking_pool.submit(os.getpid).result(timeout=60) == pids[0]
 
 
-@with_marks
+@FORKS_WARN
 def test_a_worker_that_dies_is_replaced_once(
     forking_pool: executors.ProcessPool, tmp_path: Path
 ) -> None:
@@ -256,7 +249,7 @@ def die_once(mark: Path) -> int:
     return os.getpid()
 
 
-@with_marks
+@FORKS_WARN
 def test_a_pool_that_is_left_by_an_error_ends_its_calls(
     forking_pool: executors.ProcessPool,
 ) -> None:

@@ -216,7 +216,6 @@ def decompose(
     options: JacobianOptions = DEFAULT_OPTIONS,
     *,
     n_triplets: int | None = None,
-    function: AnyFunction = "branches",
 ) -> Decomposed:
     """Decompose the Jacobians of some connections, and keep none of them.
 
@@ -226,13 +225,12 @@ def decompose(
         k: how many leading triplets are asked for.
         options: how Jacobians are computed.
         n_triplets: how many to compute; one more than k by default, if there is.
-        function: as in `jacobians_of`.
     """
     sizes = MapSizes.from_trace(trace, n_rows=1, n_columns=len(connections), k=k)
     sizes = replace(sizes, rows_are_columns=False)
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
     requests = [Request(trace, connections)]
-    computed = _computed_in_turns(requests, options, function, budget)
+    computed = _computed_in_turns(requests, options, budget=budget)
     (decomposed,) = _decomposed(requests, computed, k, budget, n_triplets)
     return decomposed
 

@@ -175,11 +175,16 @@ class Budget:
             return cls(n_svds, options.chunk_size, None, keeps_in_memory)
         limit = n_bytes(options.max_memory)
         needs = needs.limited(limit)
+        keeps_in_memory = needs.kept_in_memory(limit, block)
+        free_bytes = limit - needs.working_and_result
+        if keeps_in_memory:
+            free_bytes -= needs.jacobians
         return cls(
             n_svds=needs.n_svds,
             chunk_size=options.chunk_size or needs.chunk_size,
-            n_sharing=needs.n_svds,
-            keeps_in_memory=needs.kept_in_memory(limit, block),
+            # One is part of the working memory; those that share work are held together.
+            n_sharing=1 + free_bytes // needs.matrix,
+            keeps_in_memory=keeps_in_memory,
         )
 
 
