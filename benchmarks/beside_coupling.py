@@ -18,7 +18,7 @@ from rich.table import Table
 import tl_coupling as tlc
 from benchmarks.options import add_k, add_model, add_out
 from benchmarks.timing import console, environment, timed, token_ids, write
-from tl_coupling.traces import Trace
+from tl_coupling.blocks import Trace
 
 CPU = torch.device("cpu")
 N_DIRECTIONS = 50

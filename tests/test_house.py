@@ -40,7 +40,9 @@ WITHIN_A_LEVEL = {
 SHOWING = ("plots", "interactive", "report")
 NEEDED_BY_ALL = ("arguments", "files", "progress", "interrupts")
 # Of these, pictures and the report need not even know a class.
-NEVER_SHOWN = ("models", "blocks", "gradients", "jacobians")
+NEVER_SHOWN = ("models", "blocks", "jacobians")
+# But for what was recorded: pictures show a stream.
+SHOWN_ALL_THE_SAME = {"Trace"}
 # What pictures call of lower rooms, and what for: nothing here runs a model, traces,
 # differentiates or decomposes.
 CALLED_BY_PICTURES = {
@@ -221,6 +223,7 @@ def test_pictures_and_the_report_import_results_and_compute_nothing():
                 continue
             seen.add(name)
             is_type = name[0].isupper() and room not in NEVER_SHOWN
+            is_type |= name in SHOWN_ALL_THE_SAME
             if not is_type and name not in CALLED_BY_PICTURES:
                 where = path.relative_to(PACKAGE)
                 computing.append(f"{where} imports {module}.{name}")

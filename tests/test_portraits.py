@@ -10,7 +10,7 @@ import xarray
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.gradients import BlockFunction
+from tl_coupling.blocks import BlockFunction
 from tl_coupling.jacobians import decomposed
 from tl_coupling.trajectories import measure_trajectory
 

@@ -22,7 +22,7 @@ from real.measure import Outcome
 from real.oracle import ExactOracle, in_float64
 from real.registry import MODELS, Part, RealModel
 from real.weights import WeightsError
-from tl_coupling.gradients import BlockFunction
+from tl_coupling.blocks import BlockFunction
 from tl_coupling.models.loading import embedded_folder
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.gradients import BlockFunction
+from tl_coupling.blocks import BlockFunction
 from tl_coupling.jacobians import decomposed
 from tl_coupling.redundancy import CHANGES, layer_redundancy, shared_directions
 

@@ -12,7 +12,7 @@ from transformer_lens.factories.architecture_adapter_factory import (
 )
 
 import tl_coupling as tlc
-from tl_coupling.gradients import BlockFunction
+from tl_coupling.blocks import BlockFunction
 from zoo import measure, page, run
 from zoo.measure import Finding
 from zoo.models import buildable

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import free_end
 from tl_coupling.jacobians import (
     Connection,
@@ -21,7 +22,6 @@ from tl_coupling.jacobians import (
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio
-from tl_coupling.traces import Trace
 
 __all__ = ["Influence", "cross_token_influence"]
 

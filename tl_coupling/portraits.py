@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import (
     Carriers,
     CouplingMap,
@@ -25,7 +26,6 @@ from tl_coupling.jacobians import Connection, caching_trace
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import DEFAULT_K, fitting_k
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]

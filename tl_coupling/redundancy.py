@@ -14,9 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, warn_caller
-from tl_coupling.blocks import differ_in, mean_weights
+from tl_coupling.blocks import BlockFunction, Trace, differ_in, mean_weights, trace
 from tl_coupling.comparisons import CouplingMap, decomposed_layers, depth_maps
-from tl_coupling.gradients import BlockFunction
 from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
@@ -29,7 +28,6 @@ from tl_coupling.statistics import (
     rank_correlation_of_rows,
 )
 from tl_coupling.surveys import Settings, as_prompts, loss
-from tl_coupling.traces import Trace, trace
 from tl_coupling.trajectories import direction_cosine
 
 __all__ = ["layer_redundancy", "redundancy_correlations"]

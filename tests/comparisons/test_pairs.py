@@ -17,8 +17,8 @@ import tl_coupling as tlc
 from coupling_maps import MEASURES, assert_same
 from random_matrices import haar
 from tl_coupling import measures
+from tl_coupling.blocks import BlockFunction
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.gradients import BlockFunction
 
 N_LAYERS, K = 4, 6
 MIDDLE, LAST = 3, len(tiny.TOKENS) - 1

@@ -15,8 +15,8 @@ import tiny
 import tl_coupling as tlc
 from linear_blocks import affine_trace
 from random_matrices import gaussian
+from tl_coupling.blocks import DerivativeError, FrozenFunction
 from tl_coupling.dynamics import frozen_bias, frozen_jacobian
-from tl_coupling.gradients import DerivativeError, FrozenFunction
 
 pytestmark = pytest.mark.both_lines
 

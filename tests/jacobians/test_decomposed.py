@@ -13,8 +13,8 @@ from torch import Tensor
 
 import tiny
 import tl_coupling as tlc
+from tl_coupling.blocks import BlockFunction
 from tl_coupling.comparisons import decomposed_layers, depth_maps
-from tl_coupling.gradients import BlockFunction
 from tl_coupling.jacobians import (
     Connection,
     Decomposed,

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.gradients import gate
+from tl_coupling.blocks import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.decomposed import sharing_a_reading
 from tl_coupling.jacobians.memory import Budget, MapSizes, Needs

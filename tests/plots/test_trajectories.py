@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 import tl_coupling as tlc
 from axes import named_lines
 from made_up_results import TOKENS, random_map, walk
+from tl_coupling.blocks import Trace
 from tl_coupling.plots import (
     plot_inverse_singular_values,
     plot_linearisation,
@@ -22,7 +23,6 @@ from tl_coupling.plots import (
     plot_trajectories,
     plot_trajectory_metrics,
 )
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import (
     TrajectoryResult,
     line_shape_score,

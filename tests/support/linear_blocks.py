@@ -4,9 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from random_matrices import gaussian
-from tl_coupling.blocks import BlockCall
-from tl_coupling.gradients import BlockFunction
-from tl_coupling.traces import Trace
+from tl_coupling.blocks import BlockCall, BlockFunction, Trace
 
 D, L, N_POS = 6, 4, 3
 

@@ -3,10 +3,8 @@
 import torch
 
 import tl_coupling as tlc
-from tl_coupling.blocks import BlockCall
+from tl_coupling.blocks import BlockCall, BlockFunction, Trace
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.gradients import BlockFunction
-from tl_coupling.traces import Trace
 
 PROVENANCE = {
     "model": "tiny",

@@ -12,9 +12,16 @@ ROOMS = {
 }
 
 
-def home_of(value: Any) -> str:
-    """Return the name of the room in which a function or class is defined."""
-    return f"{value.__module__}.".split(".")[1]
+def homes_of(value: Any) -> list[str]:
+    """Return the rooms that hand a function or class out. One of `statistics` may stand in
+    others too, and its home is there.
+    """
+    rooms = [
+        room_name
+        for room_name, room in ROOMS.items()
+        if any(getattr(room, name) is value for name in room.__all__)
+    ]
+    return ["statistics"] if "statistics" in rooms else rooms
 
 
 def public_names() -> dict[str, Any]:
@@ -25,6 +32,6 @@ def public_names() -> dict[str, Any]:
     for room_name, room in ROOMS.items():
         for name in room.__all__:
             value = getattr(room, name)
-            if name not in tlc.__all__ and home_of(value) == room_name:
+            if name not in tlc.__all__ and homes_of(value) == [room_name]:
                 names[f"tl_coupling.{room_name}.{name}"] = value
     return names

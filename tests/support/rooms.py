@@ -15,8 +15,6 @@ LEVELS = [
     "models prompts",
     "spectra measures statistics",
     "blocks",
-    "gradients",
-    "traces",
     "jacobians",
     "comparisons influence trajectories dynamics",
     "surveys",
@@ -25,11 +23,14 @@ LEVELS = [
     "plots interactive report",
     "cli",
 ]
+# Files that hand out public names of a room under the path where users know them.
+PUBLIC_PATHS = {"gradients": "blocks", "traces": "blocks"}
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
 MODULES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
     if path.relative_to(PACKAGE).parts[0][:2] != "__"
+    and path.relative_to(PACKAGE).with_suffix("").name not in PUBLIC_PATHS
 ]
 
 

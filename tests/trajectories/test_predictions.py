@@ -16,8 +16,7 @@ import tiny
 import tl_coupling as tlc
 from linear_blocks import N_POS, D, L, affine_trace, coupled
 from random_matrices import gaussian
-from tl_coupling.gradients import BlockFunction
-from tl_coupling.traces import Trace
+from tl_coupling.blocks import BlockFunction, Trace
 from tl_coupling.trajectories import linearisation, perturbation
 
 PREDICTIONS = ("one_step", "product", "closed_form", "previous", "input")

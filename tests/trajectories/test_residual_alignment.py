@@ -14,9 +14,9 @@ from torch import Tensor
 import tl_coupling as tlc
 from linear_blocks import D, L, affine_trace
 from random_matrices import gaussian
+from tl_coupling.blocks import Trace
 from tl_coupling.measures import alignment_matrices, subspace_overlap, vector_alignment
 from tl_coupling.spectra import Spectrum, tail_energy
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import ResidualAlignment, residual_alignment
 
 MEASURES = ("vector_alignment", "subspace_overlap")

@@ -13,7 +13,7 @@ from scipy import stats
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.traces import Trace
+from tl_coupling.blocks import Trace
 from tl_coupling.trajectories import TrajectoryResult, linearisation, measure_trajectory
 
 

@@ -1,5 +1,9 @@
-"""What a model did in one forward pass: every call of a block, and the residual stream
-between them.
+"""What a model did in one forward pass, and its blocks: what each was called with, its
+function of the residual stream, `f(X) = block(X) − X`, and that function's derivative.
+
+A block is called on its own, on any residual stream, with the arguments that the forward
+pass recorded: TransformerLens' `hook_resid_pre → hook_resid_post` without the skip.
+Every derivative is checked against the function itself.
 """
 # ruff: noqa: F401
 
@@ -13,13 +17,37 @@ from tl_coupling.blocks.arithmetic import (
     own_arithmetic,
 )
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, differ_in, hidden_states
+from tl_coupling.blocks.components import Components
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
+from tl_coupling.blocks.errors import DerivativeError, StepError
+from tl_coupling.blocks.evaluation import chunk_that_fits, reverse_mode, vjp
+from tl_coupling.blocks.frozen import FrozenFunction
+from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.hooks import (
     backward_hooks_of_user,
     hooks_of_user,
     spliced_modules,
 )
 from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.remarks import Remarks
 from tl_coupling.blocks.streamed import passage_of
+from tl_coupling.blocks.trace import Trace
+from tl_coupling.blocks.tracing import trace, trace_modules
+from tl_coupling.blocks.ways import (
+    ComponentsEvaluation,
+    Evaluation,
+    Path,
+    RowFunction,
+    Tried,
+)
 
-__all__ = ["BlockCall", "BlockError"]
+__all__ = [
+    "BlockCall",
+    "BlockError",
+    "BlockFunction",
+    "DerivativeError",
+    "StepError",
+    "Trace",
+    "trace",
+    "trace_modules",
+]

@@ -22,13 +22,13 @@ from rich.progress import (
 from rich.table import Table
 
 import tl_coupling as tlc
+from tl_coupling.blocks import Trace
 from tl_coupling.cli.options import OneModel
 from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import output_folder, plain, write_atomically
 from tl_coupling.progress import log_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")

@@ -10,6 +10,7 @@ import torch
 import typer
 from torch import nn
 
+from tl_coupling.blocks import Trace, trace
 from tl_coupling.measures import MEASURES, Orientation
 from tl_coupling.models import (
     EMBEDDED_MODEL,
@@ -22,7 +23,6 @@ from tl_coupling.models import (
 )
 from tl_coupling.prompts import Prompt, load_prompts
 from tl_coupling.surveys import PAPER_PROMPT, Checkpoint, Settings
-from tl_coupling.traces import Trace, trace
 
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
 Position = Annotated[

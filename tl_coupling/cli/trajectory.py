@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import tl_coupling as tlc
+from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import (
@@ -23,7 +24,6 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.cli.tables import plural, table_of
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 # Measures of every token, as `TrajectoryResult` names them, and in words.

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons.one_model import (
     DifferentPrompts,
     check_one_model,
@@ -38,7 +39,6 @@ from tl_coupling.measures import (
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import Spectrum, check_k, fitting_k
-from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
     import xarray

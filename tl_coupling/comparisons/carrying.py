@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.blocks import Components, Trace
 from tl_coupling.comparisons.null_means import sums_of_draws
 from tl_coupling.comparisons.pairs import decomposed_layers
-from tl_coupling.gradients import Components
 from tl_coupling.jacobians import JacobianOptions, MemoryLimit, components_and_path
 from tl_coupling.measures import (
     Orientation,
@@ -26,7 +26,6 @@ from tl_coupling.measures import (
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.statistics import LEVEL, Interval
-from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
     import pandas

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tl_coupling.arguments import checked
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection
-from tl_coupling.traces import Trace
 
 
 def free_end(trace: Trace, fixed: Literal["input", "output"], position: int) -> range:

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.pairs import depth_maps
 from tl_coupling.jacobians import (
@@ -23,7 +24,6 @@ from tl_coupling.measures import Orientation, nan_where_zero
 from tl_coupling.progress import Progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import fitting_k
-from tl_coupling.traces import Trace
 
 
 @made_by("comparisons.frozen_coupling(trace)")

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import block_parts, chosen_layers
 from tl_coupling.measures import (
     Orientation,
@@ -20,7 +21,6 @@ from tl_coupling.measures import (
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
     import pandas

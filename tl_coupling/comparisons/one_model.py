@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tl_coupling.traces import Trace
+from tl_coupling.blocks import Trace
 
 # What provenances of one model, traced in one way, have in common.
 _MODEL_FACTS = (

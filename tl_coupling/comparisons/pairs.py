@@ -10,6 +10,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from tl_coupling.arguments import Count, checked
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons.choices import (
     chosen_positions,
     free_end,
@@ -33,7 +34,6 @@ from tl_coupling.jacobians import (
 )
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.traces import Trace
 
 _ONE_TRACE = (
     "`tl_coupling.trace(model, prompt)` makes one, and `mean_depth_coupling(traces)` "

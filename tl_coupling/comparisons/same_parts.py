@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Text, checked
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling
 from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.jacobians import BlockParts, block_parts, chosen_layers
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.traces import Trace
 
 
 @checked

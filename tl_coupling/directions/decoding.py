@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
@@ -16,7 +17,6 @@ from tl_coupling.jacobians import block_directions
 from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import check_lens
 
 if TYPE_CHECKING:

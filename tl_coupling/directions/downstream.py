@@ -6,10 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import is_out_of_memory
-from tl_coupling.gradients import DerivativeError
+from tl_coupling.blocks import DerivativeError, Trace, is_out_of_memory
 from tl_coupling.jacobians import block_jacobians
-from tl_coupling.traces import Trace
 
 # Directions whose logits are differentiated at once.
 _BATCH_SIZE = 16

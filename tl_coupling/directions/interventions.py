@@ -16,12 +16,11 @@ from tl_coupling.arguments import (
     made_by,
     warn_caller,
 )
-from tl_coupling.blocks import spliced_modules
+from tl_coupling.blocks import Trace, spliced_modules
 from tl_coupling.directions.projections import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 
 Side = Literal["read", "write"]
 HookFunction = Callable[..., Tensor]

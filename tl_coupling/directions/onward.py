@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks import Trace
 from tl_coupling.directions.effects import rows_at_once
-from tl_coupling.traces import Trace
 
 # Probabilities may differ by this from those of the whole model, and by so many steps of
 # rounding where the model computes in 16 bits.

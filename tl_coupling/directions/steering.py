@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
+from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.downstream import carry, change_of_logits
 from tl_coupling.directions.effects import (
@@ -29,7 +30,6 @@ from tl_coupling.prompts import Prompt
 from tl_coupling.saved import Saved
 from tl_coupling.statistics import Difference, paired_difference
 from tl_coupling.surveys import as_prompts
-from tl_coupling.traces import Trace, trace
 
 if TYPE_CHECKING:
     import pandas

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import (
     DifferentPrompts,
     as_trace,
@@ -33,7 +34,6 @@ from tl_coupling.jacobians import Decomposed, JacobianOptions
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 
 Weights = Literal["equal", "coupling"]
 SIDES: tuple[Side, ...] = ("read", "write")

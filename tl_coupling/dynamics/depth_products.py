@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Seed, at_least, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.dynamics.conjugation import (
     conjugated_grams,
     divided,
@@ -27,7 +28,6 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import effective_rank, parallel_map, participation_ratio
 from tl_coupling.statistics import prediction_interval, simultaneous_band
-from tl_coupling.traces import Trace
 
 # Fewer have no spread.
 Draws = Annotated[int, at_least(2)]

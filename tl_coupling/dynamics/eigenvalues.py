@@ -12,6 +12,7 @@ from scipy.sparse import linalg as sparse
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
+from tl_coupling.blocks import Trace
 from tl_coupling.dynamics.conjugation import generator_of, rotated
 from tl_coupling.dynamics.usable_jacobians import divisor, usable_jacobians
 from tl_coupling.jacobians import (
@@ -24,7 +25,6 @@ from tl_coupling.jacobians import (
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import parallel_map
-from tl_coupling.traces import Trace
 
 
 @made_by("dynamics.eigenvalues(trace)")

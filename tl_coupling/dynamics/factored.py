@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Device, checked
+from tl_coupling.blocks import Trace
 from tl_coupling.dynamics.usable_jacobians import divisor
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.progress import Progress
-from tl_coupling.traces import Trace
 
 
 @checked

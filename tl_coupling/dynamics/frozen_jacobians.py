@@ -6,9 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.gradients import BlockFunction, FrozenFunction
+from tl_coupling.blocks import BlockFunction, FrozenFunction, Trace
 from tl_coupling.jacobians import Function, connected
-from tl_coupling.traces import Trace
 
 
 @checked

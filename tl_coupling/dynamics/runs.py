@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.dynamics.conjugation import (
     divided,
     log_largest_singular_value,
@@ -20,7 +21,6 @@ from tl_coupling.jacobians import block_jacobians, chosen_layers
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 
 
 @made_by("dynamics.product_map(trace)")

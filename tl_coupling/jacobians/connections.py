@@ -5,8 +5,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from tl_coupling.gradients import BlockFunction
-from tl_coupling.traces import Trace
+from tl_coupling.blocks import BlockFunction, Trace
 
 # Of a block that normalises the stream: block(X) − X, or what its residual branches add
 # before the norms.

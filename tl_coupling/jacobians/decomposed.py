@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
 from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
 from tl_coupling.jacobians.memory import Budget, MapSizes
@@ -29,7 +30,6 @@ from tl_coupling.spectra import (
     singular_values,
     svd,
 )
-from tl_coupling.traces import Trace
 
 # Of a model that is read from disk, the most prompts that share one reading.
 MOST_PROMPTS = 32

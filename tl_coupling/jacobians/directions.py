@@ -7,12 +7,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.connections import Connection
 from tl_coupling.jacobians.decomposed import decompose
 from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.saved import Saved
 from tl_coupling.spectra import check_k
-from tl_coupling.traces import Trace
 
 
 @made_by("jacobians.block_directions(trace, layer)")

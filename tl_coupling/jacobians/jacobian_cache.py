@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tl_coupling.gradients import Path
+from tl_coupling.blocks import Path, Trace
 from tl_coupling.jacobians.connections import AnyFunction, Connection
 from tl_coupling.jacobians.memory import fits_in_memory
 from tl_coupling.jacobians.shelf import Shelf
-from tl_coupling.traces import Trace
 
 # What `BlockFunction.jacobians` gives: matrices, and the way to them.
 Matrices = tuple[Sequence[Tensor], Path]

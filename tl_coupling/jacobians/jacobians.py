@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.gradients import BlockFunction, FrozenFunction, Path
+from tl_coupling.blocks import BlockFunction, FrozenFunction, Path, Trace
 from tl_coupling.jacobians.connections import (
     AnyFunction,
     Connection,
@@ -18,7 +18,6 @@ from tl_coupling.jacobians.connections import (
 )
 from tl_coupling.jacobians.jacobian_cache import cache_key, cache_of
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.traces import Trace
 
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of
 # Jacobians that share work.

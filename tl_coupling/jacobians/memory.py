@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tl_coupling.gradients import chunk_that_fits
+from tl_coupling.blocks import Trace, chunk_that_fits
 from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.jacobians.sizes import format_bytes, n_bytes
 from tl_coupling.models import facts_of
-from tl_coupling.traces import Trace
 
 # Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
 # memory at once: measured.

@@ -10,17 +10,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, made_by
-from tl_coupling.gradients import (
+from tl_coupling.blocks import (
     BlockFunction,
     Components,
     ComponentsEvaluation,
     Path,
+    Trace,
     Tried,
 )
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import measured
 from tl_coupling.saved import Saved
-from tl_coupling.traces import Trace
 
 
 @made_by("block_parts(trace, layer)")

@@ -7,12 +7,12 @@ from typing import Protocol, cast, runtime_checkable
 from torch import nn
 
 from tl_coupling.arguments import Count, checked
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.flops import flops_of_block
 from tl_coupling.jacobians.memory import MapSizes, Needs
 from tl_coupling.jacobians.sizes import MemoryLimit, format_bytes, n_bytes
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra import fitting_k, flops_of_svd
-from tl_coupling.traces import Trace
 
 # Tokens of a prompt that is not there yet.
 _DEFAULT_TOKENS = 64

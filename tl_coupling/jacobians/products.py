@@ -9,17 +9,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.blocks import is_out_of_memory
-from tl_coupling.gradients import (
+from tl_coupling.blocks import (
     BlockFunction,
     Path,
     RowFunction,
+    Trace,
     Tried,
+    is_out_of_memory,
     reverse_mode,
     vjp,
 )
 from tl_coupling.jacobians.connections import connected
-from tl_coupling.traces import Trace
 
 PullBack = Callable[[Tensor], tuple[Tensor, ...]]
 

@@ -12,8 +12,8 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from tl_coupling.arguments import Finite, checked
+from tl_coupling.blocks import Trace
 from tl_coupling.plots import labels
-from tl_coupling.traces import Trace
 
 # Of the values' colours, and what is left of the picture's contrast below them: both
 # must be seen.

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from tl_coupling.blocks import Trace
 from tl_coupling.interactive import visible_token
 from tl_coupling.portraits import Portrait
-from tl_coupling.traces import Trace
 
 # As CSS defines them.
 _CSS_PIXELS_PER_INCH = 96

@@ -17,10 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from tl_coupling import plots
+from tl_coupling.blocks import Trace
 from tl_coupling.plots import measure_label, new_figure, patches_of, picture_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.parts import figure, grid, named_token
-from tl_coupling.traces import Trace
 
 # Smaller pictures are enlarged, each pixel to a square.
 _LEAST_PIXELS = 224

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from tl_coupling.arguments import checked
+from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import depth_couplings
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
@@ -17,7 +18,6 @@ from tl_coupling.surveys.variables import (
     measures,
     products_of_blocks,
 )
-from tl_coupling.traces import Trace, trace
 
 if TYPE_CHECKING:
     import xarray

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tl_coupling.arguments import AnyPath, Device, checked, warn_caller
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import maps_of
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.jacobians import Connection, Decomposed, block_jacobians, couple
@@ -42,7 +43,6 @@ from tl_coupling.surveys.settings import (
 )
 from tl_coupling.surveys.units import Folder, Outcome, Unit, load_unit, one_line
 from tl_coupling.surveys.variables import measures
-from tl_coupling.traces import Trace
 
 if TYPE_CHECKING:
     import xarray

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import CouplingMap, carriers
 from tl_coupling.comparisons.maps import mean_over_pairs
 from tl_coupling.dynamics import products
@@ -21,7 +22,6 @@ from tl_coupling.measures import (
 )
 from tl_coupling.models import missing_head
 from tl_coupling.surveys.settings import Settings
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import (
     entropy_by_depth,
     equidistance,

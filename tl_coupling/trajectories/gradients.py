@@ -11,10 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection, JacobianOptions, passing
 from tl_coupling.progress import Progress
 from tl_coupling.spectra import check_k, svd
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories.predictions import middle_layer
 from tl_coupling.trajectories.shapes import direction_cosine
 

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Text, checked
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.models import (
     JacobianLens,
@@ -16,7 +17,6 @@ from tl_coupling.models import (
     jacobian_lens,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.traces import Trace
 
 # In a lens's metadata: TransformerLens merges lenses of one estimator only.
 ESTIMATOR = "tl_coupling.product_of_blocks"

@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection, JacobianOptions, block_jvp, passing
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.spectra import check_k, svd
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories.shapes import direction_cosine
 
 Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]

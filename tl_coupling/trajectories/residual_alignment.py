@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection, JacobianOptions, decompose
 from tl_coupling.measures import (
     alignment_matrices,
@@ -41,7 +42,6 @@ from tl_coupling.spectra import (
     inverse_singular_value_fit,
     tail_energy,
 )
-from tl_coupling.traces import Trace
 from tl_coupling.trajectories import shapes
 
 AlignmentMeasure = Literal["vector_alignment", "subspace_overlap"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_coupling.gradients.slopes import converges, deviation_of_one_move
+from tl_coupling.blocks.slopes import converges, deviation_of_one_move
 
 # How many slopes are judged at once, and how many coordinates move in each.
 N, WIDTH = 400, 32

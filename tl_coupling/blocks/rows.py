@@ -8,15 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import (
-    BlockCall,
-    BlockError,
-    Context,
-    RecordedCall,
-    exact_arithmetic,
-)
-from tl_coupling.gradients.remarks import Remarks
-from tl_coupling.gradients.stream_norms import ObservedNorms, StreamNorms
+from tl_coupling.blocks.arithmetic import exact_arithmetic
+from tl_coupling.blocks.calls import BlockCall, RecordedCall
+from tl_coupling.blocks.contexts import BlockError, Context
+from tl_coupling.blocks.remarks import Remarks
+from tl_coupling.blocks.stream_norms import ObservedNorms, StreamNorms
 
 
 @dataclass(eq=False)

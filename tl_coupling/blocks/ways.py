@@ -24,15 +24,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import BlockError, is_out_of_memory
-from tl_coupling.gradients.components import (
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.blocks.components import (
     Components,
     hooked_components,
     linearised_components,
 )
-from tl_coupling.gradients.evaluation import PullBack, reverse_mode, vjp
-from tl_coupling.gradients.gate import CheckedBlock
-from tl_coupling.gradients.linearisation import Linearisation
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
+from tl_coupling.blocks.gate import CheckedBlock
+from tl_coupling.blocks.linearisation import Linearisation
 
 Path = Literal[
     "token_local_linearised",

@@ -14,10 +14,9 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from linear_blocks import affine_trace
-from tl_coupling.blocks import BlockError
+from tl_coupling.blocks import BlockError, DerivativeError, StepError
 from tl_coupling.blocks.arithmetic import is_out_of_memory
-from tl_coupling.gradients import DerivativeError, StepError
-from tl_coupling.gradients.evaluation import pull_back_identity
+from tl_coupling.blocks.evaluation import pull_back_identity
 
 pytestmark = pytest.mark.both_lines
 
@@ -400,7 +399,7 @@ def test_where_one_direction_is_against_a_derivative_two_others_decide(
         verdict = verdicts[directions.index(change)]
         return torch.full_like(scale, verdict, dtype=torch.bool)
 
-    monkeypatch.setattr("tl_coupling.gradients.gate.converges", judge)
+    monkeypatch.setattr("tl_coupling.blocks.gate.converges", judge)
     trace = tlc.trace(model, tiny.TOKENS)
     if is_taken:
         assert tlc.block_jacobian(trace, 1).isfinite().all()

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import BlockError, is_out_of_memory, map_tensors
+from tl_coupling.blocks.arithmetic import is_out_of_memory, map_tensors
+from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.interrupts import hear_interrupts
 
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])

@@ -22,14 +22,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tl_coupling.blocks import (
-    PRODUCTS,
-    BlockError,
-    Context,
-    hidden_states,
-    is_out_of_memory,
-)
-from tl_coupling.gradients.evaluation import PullBack, reverse_mode, vjp
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.blocks.calls import hidden_states
+from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
+from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 
 # How well a norm is reproduced where it is recognised.
 _NORM_TOLERANCE = 1e-5

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tl_coupling.blocks import attributes_set
+from tl_coupling.blocks.arithmetic import attributes_set
 
 # Held as they are: scales, patterns, choices.
 _CONSTANTS = {

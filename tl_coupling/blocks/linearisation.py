@@ -21,8 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import BlockError, Context, forwards_replaced
-from tl_coupling.gradients.parts import (
+from tl_coupling.blocks.arithmetic import forwards_replaced
+from tl_coupling.blocks.contexts import BlockError, Context
+from tl_coupling.blocks.parts import (
     Attention,
     Jacobian,
     Norm,

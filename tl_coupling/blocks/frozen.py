@@ -20,12 +20,12 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.gradients.errors import DerivativeError
-from tl_coupling.gradients.freezing import Freezing
-from tl_coupling.gradients.function import BlockFunction
-from tl_coupling.gradients.gate import Reference
-from tl_coupling.gradients.linearisation import Linearisation
-from tl_coupling.gradients.parts import Norm
+from tl_coupling.blocks.errors import DerivativeError
+from tl_coupling.blocks.freezing import Freezing
+from tl_coupling.blocks.function import BlockFunction
+from tl_coupling.blocks.gate import Reference
+from tl_coupling.blocks.linearisation import Linearisation
+from tl_coupling.blocks.parts import Norm
 
 # How far the frozen function may be from an affine one, relative to its changes; float32
 # gives 1e-7. And how far the stream is moved, in its own lengths: what is of second

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from random_matrices import gaussian
-from tl_coupling.gradients.freezing import Freezing
+from tl_coupling.blocks.freezing import Freezing
 
 Function = Callable[[Tensor], Tensor]
 X = gaussian(3, 6, seed=1)

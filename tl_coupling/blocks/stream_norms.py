@@ -23,7 +23,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import BlockCall, BlockError, map_tensors
+from tl_coupling.blocks.arithmetic import map_tensors
+from tl_coupling.blocks.calls import BlockCall
+from tl_coupling.blocks.contexts import BlockError
 
 # How far an input is moved out. A stream that is added to keeps its length, 2³⁰; the
 # largest stream known, 10⁵, is finite in float32 that far out, squared.

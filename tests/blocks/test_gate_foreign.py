@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.gradients import DerivativeError, StepError
+from tl_coupling.blocks import DerivativeError, StepError
 
 D_MODEL = 8
 N_POS = 5

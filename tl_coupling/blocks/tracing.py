@@ -14,15 +14,16 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tl_coupling.arguments import FloatDtype, Text, checked
-from tl_coupling.blocks import (
-    Passage,
-    exact_arithmetic,
-    hooks_of_user,
-    own_arithmetic,
-    spliced_modules,
-    tails,
-)
-from tl_coupling.gradients import BlockFunction, Remarks
+from tl_coupling.blocks import tails
+from tl_coupling.blocks.arithmetic import exact_arithmetic, own_arithmetic
+from tl_coupling.blocks.function import BlockFunction
+from tl_coupling.blocks.hooks import hooks_of_user, spliced_modules
+from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.recording import recorded_passage
+from tl_coupling.blocks.remarks import Remarks
+from tl_coupling.blocks.requirements import check_computes_the_same, check_one_stream
+from tl_coupling.blocks.sweeps import Sweep
+from tl_coupling.blocks.trace import StreamedTrace, Trace
 from tl_coupling.models import (
     ModelInput,
     describe_model,
@@ -32,10 +33,6 @@ from tl_coupling.models import (
     model_input,
 )
 from tl_coupling.prompts import Prompt
-from tl_coupling.traces.recording import recorded_passage
-from tl_coupling.traces.requirements import check_computes_the_same, check_one_stream
-from tl_coupling.traces.sweeps import Sweep
-from tl_coupling.traces.trace import StreamedTrace, Trace
 
 _ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
 _Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]

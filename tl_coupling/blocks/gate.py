@@ -25,20 +25,16 @@ from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_coupling.blocks import (
-    BlockError,
-    RecordedCall,
-    backward_hooks_of_user,
-    hooks_of_user,
-    is_out_of_memory,
-    own_arithmetic,
-)
-from tl_coupling.gradients.errors import DerivativeError, StepError
-from tl_coupling.gradients.evaluation import PullBack, vjp, vjp_with_aux
-from tl_coupling.gradients.rows import EvaluatedBlock, mlp_on_rows
-from tl_coupling.gradients.slopes import converges, deviation_of_one_move
-from tl_coupling.gradients.stairs import Stairs
-from tl_coupling.gradients.stream_norms import FAR, normalises, stays_small
+from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
+from tl_coupling.blocks.calls import RecordedCall
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.errors import DerivativeError, StepError
+from tl_coupling.blocks.evaluation import PullBack, vjp, vjp_with_aux
+from tl_coupling.blocks.hooks import backward_hooks_of_user, hooks_of_user
+from tl_coupling.blocks.rows import EvaluatedBlock, mlp_on_rows
+from tl_coupling.blocks.slopes import converges, deviation_of_one_move
+from tl_coupling.blocks.stairs import Stairs
+from tl_coupling.blocks.stream_norms import FAR, normalises, stays_small
 
 TOLERANCE = 1e-4
 # Relative to the norm of the residual stream, or of all rows of a reference: f is a

@@ -6,13 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_coupling.blocks import (
-    Passage,
-    is_out_of_memory,
-    own_arithmetic,
-    passage_of,
-    tails,
-)
+from tl_coupling.blocks import tails
+from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
+from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.streamed import passage_of
 from tl_coupling.models import ModelInput
 
 

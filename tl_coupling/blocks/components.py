@@ -24,10 +24,11 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import BlockError, is_out_of_memory
-from tl_coupling.gradients.evaluation import reverse_mode
-from tl_coupling.gradients.linearisation import Linearisation, Replaced
-from tl_coupling.gradients.parts import Attention, Jacobian, Part
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.evaluation import reverse_mode
+from tl_coupling.blocks.linearisation import Linearisation, Replaced
+from tl_coupling.blocks.parts import Attention, Jacobian, Part
 
 # What is smaller than this share is rounding.
 _NOTHING = 1e-5

@@ -10,8 +10,8 @@ from functools import cached_property
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.gradients.stream_norms import stream_norms
-from tl_coupling.gradients.ways import DifferentiatedBlock
+from tl_coupling.blocks.stream_norms import stream_norms
+from tl_coupling.blocks.ways import DifferentiatedBlock
 
 
 @dataclass(eq=False)

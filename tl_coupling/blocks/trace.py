@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import checked, made_by
 from tl_coupling.blocks import tails
-from tl_coupling.gradients import BlockFunction
+from tl_coupling.blocks.function import BlockFunction
+from tl_coupling.blocks.sweeps import Sweep
 from tl_coupling.models import ModelInput, Pixels, TokenIds, facts_of
-from tl_coupling.traces.sweeps import Sweep
 
 
 @made_by("trace(model, prompt)")

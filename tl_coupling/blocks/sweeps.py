@@ -10,8 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks import Passage
-from tl_coupling.gradients import BlockFunction, Remarks
+from tl_coupling.blocks.function import BlockFunction
+from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.remarks import Remarks
 
 
 class Sweep(Sequence[BlockFunction]):
