@@ -41,13 +41,4 @@ from tl_coupling.blocks.ways import (
     Tried,
 )
 
-__all__ = [
-    "BlockCall",
-    "BlockError",
-    "BlockFunction",
-    "DerivativeError",
-    "StepError",
-    "Trace",
-    "trace",
-    "trace_modules",
-]
+__all__ = ["BlockCall", "BlockError"]
