@@ -80,6 +80,26 @@ class Prompt:
         return f"image sha256:{hashlib.sha256(content).hexdigest()}"
 
 
+Prompts = str | Prompt | Sequence[str | Prompt]
+
+
+def as_prompts(prompts: Prompts) -> list[Prompt]:
+    """Return prompts with ids; bare texts are numbered.
+
+    Raises ValueError where there are none, or an id twice.
+    """
+    texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
+    named_prompts = [
+        prompt if isinstance(prompt, Prompt) else Prompt(prompt, str(number))
+        for number, prompt in enumerate(texts_or_prompts)
+    ]
+    if not named_prompts:
+        raise ValueError("`prompts` is empty: wanted at least one")
+    if len({prompt.id for prompt in named_prompts}) < len(named_prompts):
+        raise ValueError("the ids of `prompts` must differ")
+    return named_prompts
+
+
 @contextmanager
 def naming_prompt(prompt: Prompt) -> Iterator[None]:
     """Name the prompt in every ValueError of the block."""

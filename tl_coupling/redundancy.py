@@ -19,7 +19,7 @@ from tl_coupling.comparisons import CouplingMap, decomposed_layers, depth_maps
 from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt, naming_prompt
+from tl_coupling.prompts import Prompt, as_prompts, naming_prompt
 from tl_coupling.statistics import (
     LEVEL,
     is_constant,
@@ -27,7 +27,7 @@ from tl_coupling.statistics import (
     rank_correlation,
     rank_correlation_of_rows,
 )
-from tl_coupling.surveys import Settings, as_prompts, loss
+from tl_coupling.surveys import Settings, loss
 from tl_coupling.trajectories import direction_cosine
 
 __all__ = ["layer_redundancy", "redundancy_correlations"]

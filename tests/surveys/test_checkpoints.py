@@ -23,9 +23,9 @@ import xarray
 
 import tiny
 import tl_coupling as tlc
+from tl_coupling.prompts import as_prompts
 from tl_coupling.surveys import (
     Settings,
-    as_prompts,
     checkpoint_sweep,
     checkpoints,
     local_checkpoints,

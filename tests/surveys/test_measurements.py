@@ -13,7 +13,8 @@ import torch
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.surveys import Settings, as_prompts, measure_prompts
+from tl_coupling.prompts import as_prompts
+from tl_coupling.surveys import Settings, measure_prompts
 
 PROMPTS = [
     tlc.Prompt("w3 w14 w15 w92 w65 w35 w89 w79", "long", "recall"),

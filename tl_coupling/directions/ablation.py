@@ -35,10 +35,9 @@ from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
 from tl_coupling.models import tokenize
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt
+from tl_coupling.prompts import Prompt, as_prompts
 from tl_coupling.saved import Saved
 from tl_coupling.statistics import Difference, paired_difference
-from tl_coupling.surveys import as_prompts
 
 if TYPE_CHECKING:
     import pandas

@@ -1,6 +1,7 @@
 """Many measurements: surveys of models, sweeps over checkpoints, and what runs them."""
 # ruff: noqa: F401
 
+from tl_coupling.prompts import as_prompts
 from tl_coupling.surveys.checkpoints import (
     Checkpoint,
     Source,
@@ -27,7 +28,7 @@ from tl_coupling.surveys.readings import (
     with_diagonal,
 )
 from tl_coupling.surveys.results import UNITS, open_survey
-from tl_coupling.surveys.settings import PAPER_PROMPT, Settings, as_prompts
+from tl_coupling.surveys.settings import PAPER_PROMPT, Settings
 from tl_coupling.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
 from tl_coupling.surveys.variables import loss, measures, measures_of_maps
 

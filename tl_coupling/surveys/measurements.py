@@ -10,9 +10,9 @@ from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import depth_couplings
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt, naming_prompt
+from tl_coupling.prompts import Prompt, Prompts, as_prompts, naming_prompt
 from tl_coupling.surveys.kept import KeptPrompts
-from tl_coupling.surveys.settings import Prompts, Settings, as_prompts
+from tl_coupling.surveys.settings import Settings
 from tl_coupling.surveys.variables import (
     carried_by_branch,
     measures,

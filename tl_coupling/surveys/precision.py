@@ -26,7 +26,7 @@ from tl_coupling.jacobians import Connection, Decomposed, block_jacobians, coupl
 from tl_coupling.measures import MEASURES, mean_name, subspace_overlap
 from tl_coupling.models import Backend, ModelError, is_gguf, load_model, needs_package
 from tl_coupling.progress import Progress
-from tl_coupling.prompts import Prompt
+from tl_coupling.prompts import Prompt, Prompts, as_prompts
 from tl_coupling.surveys.checkpoints import (
     Checkpoint,
     QuantizedSource,
@@ -35,12 +35,7 @@ from tl_coupling.surveys.checkpoints import (
 )
 from tl_coupling.surveys.local_models import attach_files, check_files
 from tl_coupling.surveys.measurements import measure_each_prompt
-from tl_coupling.surveys.settings import (
-    PAPER_PROMPT,
-    Prompts,
-    Settings,
-    as_prompts,
-)
+from tl_coupling.surveys.settings import PAPER_PROMPT, Settings
 from tl_coupling.surveys.units import Folder, Outcome, Unit, load_unit, one_line
 from tl_coupling.surveys.variables import measures
 

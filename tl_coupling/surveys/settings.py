@@ -5,10 +5,8 @@ from dataclasses import asdict, dataclass
 
 from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.measures import MeasureName, Norm, Orientation
-from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import Window
 
-Prompts = str | Prompt | Sequence[str | Prompt]
 PAPER_PROMPT = "What is the capital of France? The capital is"
 # What surveys hold that were made before others could be chosen.
 _PAPER_MEASURES: tuple[MeasureName, ...] = (
@@ -122,20 +120,3 @@ class Settings:
 def _are_different(values: Sequence[object]) -> bool:
     """Say whether there are values, each once."""
     return len(values) == len(set(values)) > 0
-
-
-def as_prompts(prompts: Prompts) -> list[Prompt]:
-    """Return prompts with ids; bare texts are numbered.
-
-    Raises ValueError where there are none, or an id twice.
-    """
-    texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
-    named_prompts = [
-        prompt if isinstance(prompt, Prompt) else Prompt(prompt, str(number))
-        for number, prompt in enumerate(texts_or_prompts)
-    ]
-    if not named_prompts:
-        raise ValueError("`prompts` is empty: wanted at least one")
-    if len({prompt.id for prompt in named_prompts}) < len(named_prompts):
-        raise ValueError("the ids of `prompts` must differ")
-    return named_prompts

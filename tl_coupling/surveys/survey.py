@@ -27,7 +27,7 @@ from tl_coupling.arguments import (
 from tl_coupling.files import file_name, output_folder
 from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_model
 from tl_coupling.progress import Progress
-from tl_coupling.prompts import Prompt
+from tl_coupling.prompts import Prompt, Prompts, as_prompts
 from tl_coupling.surveys.checkpoints import (
     Checkpoint,
     QuantizedSource,
@@ -48,13 +48,7 @@ from tl_coupling.surveys.results import (
     joined_units,
     records_of,
 )
-from tl_coupling.surveys.settings import (
-    IMPLIED,
-    PAPER_PROMPT,
-    Prompts,
-    Settings,
-    as_prompts,
-)
+from tl_coupling.surveys.settings import IMPLIED, PAPER_PROMPT, Settings
 from tl_coupling.surveys.units import Folder, Outcome, one_line
 
 if TYPE_CHECKING:
