@@ -27,7 +27,7 @@ from rich.table import Table
 import tl_coupling as tlc
 from benchmarks.timing import TEXT, console, environment, write
 from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.surveys.executors import Executor
+from tl_coupling.studies.surveys.executors import Executor
 
 ENGINES = ("here", "processes", "dask", "slurm")
 COSTS = ["seconds", "peak_memory"]

@@ -31,8 +31,6 @@ from rich.table import Table
 
 from benchmarks import chance, related_models
 from benchmarks.timing import console, environment, write
-from tl_coupling.generalization import linear_fit
-from tl_coupling.generalization.associations import resampled
 from tl_coupling.statistics import (
     cluster_robust,
     percentile_interval,
@@ -41,6 +39,8 @@ from tl_coupling.statistics import (
 )
 from tl_coupling.statistics.attenuation import attenuation
 from tl_coupling.statistics.familywise import ALL_PROMPTS, familywise
+from tl_coupling.studies.generalization import linear_fit
+from tl_coupling.studies.generalization.associations import resampled
 
 WILD = "wild cluster bootstrap"
 WANTED = (0.93, 0.97)

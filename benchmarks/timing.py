@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
-from tl_coupling.surveys import PAPER_PROMPT
+from tl_coupling.studies.surveys import PAPER_PROMPT
 
 TEXT = (
     "The harbour was quiet when the first boats came back. Gulls "

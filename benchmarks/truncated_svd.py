@@ -29,7 +29,7 @@ import tl_coupling as tlc
 from benchmarks.timing import environment, write
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.spectra.iteration import TOLERANCE, block_width
-from tl_coupling.surveys import PAPER_PROMPT
+from tl_coupling.studies.surveys import PAPER_PROMPT
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ pytestmark = [
 @pytest.mark.long("attacks processes, folders and disks")
 def test_a_small_share_of_every_attack_finds_nothing(tmp_path: Path) -> None:
     # Those of workers and commands take half a minute each; test_interrupts.py and
-    # surveys/test_executors.py have their like.
+    # studies/surveys/test_executors.py have their like.
     kinds = ["runs", "measurements", "folders", "plan", "changes", "disks", "inputs"]
     kinds += ["arguments", "threads", "saved files"]
     command = [sys.executable, "-m", "attack", "--share", "0.02", "--only", *kinds]

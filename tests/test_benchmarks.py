@@ -29,7 +29,7 @@ from benchmarks import (
     table,
 )
 from benchmarks.stages import random_model
-from tl_coupling.generalization import paper_table1
+from tl_coupling.studies.generalization import paper_table1
 
 
 def read(folder: Path, name: str) -> dict:

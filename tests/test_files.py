@@ -16,8 +16,14 @@ import pytest
 import xarray
 
 from tl_coupling.files import file_name, remove_left_overs, write_atomically
-from tl_coupling.surveys import units
-from tl_coupling.surveys.units import Folder, Unit, is_finished, load_unit, run_unit
+from tl_coupling.studies.surveys import units
+from tl_coupling.studies.surveys.units import (
+    Folder,
+    Unit,
+    is_finished,
+    load_unit,
+    run_unit,
+)
 
 UNIT = Unit("unit-1", {"number": 1})
 DAY = 24 * 3600
@@ -40,7 +46,7 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_files import UNIT, result
-from tl_coupling.surveys.units import run_unit
+from tl_coupling.studies.surveys.units import run_unit
 
 folder = Path(sys.argv[1])
 

@@ -19,9 +19,9 @@ import xarray
 
 from tl_coupling.files import write_atomically
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
-from tl_coupling.surveys.executors import process_pool
-from tl_coupling.surveys.survey import Survey, run
-from tl_coupling.surveys.units import Folder, Unit, plan_digest, record
+from tl_coupling.studies.surveys.executors import process_pool
+from tl_coupling.studies.surveys.survey import Survey, run
+from tl_coupling.studies.surveys.units import Folder, Unit, plan_digest, record
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes here"),
@@ -120,7 +120,7 @@ _COMMAND = """
 import os, sys, time
 from pathlib import Path
 import numpy as np, xarray
-from tl_coupling.surveys.survey import MeasureModel
+from tl_coupling.studies.surveys.survey import MeasureModel
 from tl_coupling.cli import main
 
 folder, stage = Path(os.environ["TL_COUPLING_TEST_MARK"]), os.environ["TL_COUPLING_TEST_STAGE"]
@@ -378,7 +378,7 @@ def die(pipe: object, threads: int) -> None:
 def test_workers_that_cannot_begin_are_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tl_coupling.surveys import executors
+    from tl_coupling.studies.surveys import executors
 
     monkeypatch.setattr(executors, "_serve", die)
     guard = r"died before they began: .* under `if __name__ == \"__main__\":`"

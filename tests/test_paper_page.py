@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import tiny
-from tl_coupling.generalization import paper_table1
+from tl_coupling.studies.generalization import paper_table1
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "PAPER.md").read_text()

@@ -55,7 +55,9 @@ class PlantedError(NamedTuple):
 
     @property
     def room(self) -> str:
-        return Path(self.file).parts[1].removesuffix(".py")
+        parts = Path(self.file).with_suffix("").parts[1:]
+        # Studies are several rooms.
+        return "/".join(parts[: 2 if parts[0] == "studies" else 1])
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.original}  ->  {self.changed}"
@@ -146,7 +148,7 @@ def tests_of(room: str) -> list[str]:
     folder = ROOT / "tests" / room
     if folder.is_dir():
         return [str(folder)]
-    return [str(path) for path in sorted((ROOT / "tests").glob(f"test_{room}*.py"))]
+    return [str(path) for path in sorted(folder.parent.glob(f"test_{folder.name}*.py"))]
 
 
 def plant(error: PlantedError, tree: Path) -> None:

@@ -85,7 +85,7 @@ def left_over(pids: list[int], what: str) -> list[str]:
 
 
 def _run_in_processes(subject: Subject, folder: Path) -> None:
-    from tl_coupling.surveys import process_pool
+    from tl_coupling.studies.surveys import process_pool
 
     with process_pool(2) as pool:
         subject.run(folder, executor=pool)

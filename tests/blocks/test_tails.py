@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.surveys import loss
+from tl_coupling.studies.surveys import loss
 from zoo import configs
 from zoo.configs import at_depth
 

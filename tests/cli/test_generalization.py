@@ -15,7 +15,7 @@ from command_line import typed
 from fake_survey import survey
 from tl_coupling import Settings
 from tl_coupling.cli import main
-from tl_coupling.generalization import paper_table1
+from tl_coupling.studies.generalization import paper_table1
 from unequal_variance import line_of_unequal_variance
 
 PICTURES = {
@@ -235,7 +235,7 @@ def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
 
 
 def test_the_folder_of_a_survey(call, tmp_path):
-    from tl_coupling.surveys.survey import Survey, run
+    from tl_coupling.studies.surveys.survey import Survey, run
 
     models = {}
     for family in ("gpt2", "llama", "gpt_neox"):

@@ -19,7 +19,7 @@ import tiny
 from fake_survey import survey
 from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import as_cell, of_cell, plain, write_table
-from tl_coupling.generalization import read_scores
+from tl_coupling.studies.generalization import read_scores
 
 # Clears the screen, names the window, turns text around; markup and emoji of rich;
 # mathematics that does not parse.

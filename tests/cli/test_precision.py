@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 import tiny
 import tl_coupling as tlc
 from model_folders import save_gguf
-from tl_coupling.surveys import Settings, movements, precision_sweep
+from tl_coupling.studies.surveys import Settings, movements, precision_sweep
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 import tiny
-from tl_coupling.surveys import open_survey
+from tl_coupling.studies.surveys import open_survey
 
 TASKS = ("sums", "riddles")
 

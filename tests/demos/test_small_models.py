@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import small_models
-from tl_coupling.surveys.checkpoints import local_checkpoints
+from tl_coupling.studies.surveys.checkpoints import local_checkpoints
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -94,7 +94,9 @@ def test_demo_keeps_what_is_finished(options, printed, monkeypatch):
     def untouched(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr("tl_coupling.surveys.survey.measured_prompts", untouched)
+    monkeypatch.setattr(
+        "tl_coupling.studies.surveys.survey.measured_prompts", untouched
+    )
     monkeypatch.setattr(small_models, "new_model", untouched)
     assert train_and_trace.main([*options, "--seeds", "2", "--jobs", "1"]) == 0
 

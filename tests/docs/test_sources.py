@@ -112,7 +112,7 @@ def test_the_house_is_drawn_as_it_is_built():
     )
     assert place.keys() == rooms.LEVEL.keys()
     svg = house.drawing()
-    assert re.findall(r'id="room-(\w+)"', svg) == list(place)
+    assert re.findall(r'id="room-([\w.]+)"', svg) == list(place)
     assert len(re.findall(r'class="import"', svg)) == len(drawn.edges)
     for (room, other), (_, y, _, to_y) in house.arrows().items():
         assert y <= to_y
@@ -158,5 +158,5 @@ def test_the_page_on_the_house_names_functions_and_every_room() -> None:
     named = [name for _, names in where_the_house_says() for name in names]
     assert len(named) >= 10
     table = (DOCS / "house.md").read_text().split("| rooms | purpose |")[1]
-    in_table = re.findall(r"`(\w+)/?`", table.split("\n\n")[0])
+    in_table = re.findall(r"`([\w.]+)/?`", table.split("\n\n")[0])
     assert set(in_table) - {"tl"} == rooms.LEVEL.keys()

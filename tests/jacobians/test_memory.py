@@ -30,8 +30,8 @@ from tl_coupling.jacobians.memory import Budget, MapSizes, Needs
 from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.jacobians.sizes import format_bytes, n_bytes
-from tl_coupling.surveys import Settings, measure_prompts
-from tl_coupling.surveys.units import Folder, Unit
+from tl_coupling.studies.surveys import Settings, measure_prompts
+from tl_coupling.studies.surveys.units import Folder, Unit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -452,8 +452,8 @@ UNITS = [
 SLOW_SURVEY = """
 import sys, time
 import tl_coupling as tlc
-from tl_coupling.surveys import Settings, measure_prompts
-from tl_coupling.surveys.units import Folder, Unit
+from tl_coupling.studies.surveys import Settings, measure_prompts
+from tl_coupling.studies.surveys.units import Folder, Unit
 
 model_name, folder, *prompts = sys.argv[1:]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import tiny
 import tl_coupling as tlc
 from model_folders import save
-from tl_coupling.surveys import Settings, measures
+from tl_coupling.studies.surveys import Settings, measures
 from tl_coupling.trajectories import measure_trajectory
 
 pytestmark = pytest.mark.both_lines

@@ -348,7 +348,7 @@ def test_an_image_that_changes_during_a_run_is_an_error(
         Image.new("RGB", (8, 16), "black").save(image)
         return load_model(*arguments, **options)
 
-    monkeypatch.setattr("tl_coupling.surveys.survey.load_model", loaded)
+    monkeypatch.setattr("tl_coupling.studies.surveys.survey.load_model", loaded)
     with pytest.raises(
         tlc.ModelError,
         match=r"prompt 'a': the image .*grey.png was changed after this run began",

@@ -19,7 +19,7 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling import models
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys import Settings, measure_prompts
+from tl_coupling.studies.surveys import Settings, measure_prompts
 
 pytestmark = pytest.mark.both_lines
 
@@ -260,7 +260,7 @@ def test_context_of_a_hooked_transformer(positions: str, length: int | None) -> 
 def test_long_prompts_are_not_refused_where_there_is_no_limit(
     saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tl_coupling.surveys import measurements
+    from tl_coupling.studies.surveys import measurements
 
     class Reached(Exception):
         pass

@@ -14,7 +14,7 @@ import xarray
 
 import tiny
 from fake_hub import FakeHub, commit_of, output_of
-from tl_coupling.surveys import Settings, checkpoint_sweep
+from tl_coupling.studies.surveys import Settings, checkpoint_sweep
 
 PYTHIA = "EleutherAI/pythia-14m"
 WEIGHTS = "model.safetensors"
@@ -27,8 +27,8 @@ BACKENDS = [
 # Twice in one process: what a first sweep left undone, a second one does.
 _SWEEPS = """
 import json, sys, warnings
-from tl_coupling.surveys import checkpoint_sweep
-from tl_coupling.surveys import Settings
+from tl_coupling.studies.surveys import checkpoint_sweep
+from tl_coupling.studies.surveys import Settings
 
 name, checkpoints, backend, folder = json.loads(sys.argv[1])
 for i in range(2):

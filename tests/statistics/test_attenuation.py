@@ -7,8 +7,8 @@ import pandas
 import pytest
 from scipy import stats
 
-from tl_coupling.generalization import linear_fit
 from tl_coupling.statistics.attenuation import Attenuation, attenuation
+from tl_coupling.studies.generalization import linear_fit
 
 
 def found(x: np.ndarray, y: np.ndarray) -> Attenuation:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tl_coupling.generalization import linear_fit
 from tl_coupling.statistics.expressions import evaluate
 from tl_coupling.statistics.fits import subset_fits
+from tl_coupling.studies.generalization import linear_fit
 
 TABLE = pandas.DataFrame(
     {

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from fake_survey import KS, survey
-from tl_coupling.generalization import generalization_study
 from tl_coupling.statistics import block_permutations
+from tl_coupling.studies.generalization import generalization_study
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*some prompts were not measured"),

@@ -8,10 +8,10 @@ import pytest
 from scipy import stats
 from statsmodels.datasets import longley, stackloss
 
-from tl_coupling.generalization import linear_fit, paper_table1
-from tl_coupling.generalization.leaving_out import leave_one_out
 from tl_coupling.statistics import rank_correlation
 from tl_coupling.statistics.fits import covariate_fits, exponential_fit, subset_fits
+from tl_coupling.studies.generalization import linear_fit, paper_table1
+from tl_coupling.studies.generalization.leaving_out import leave_one_out
 from unequal_variance import line_of_unequal_variance, of_unequal_variance
 
 # Anscombe, Graphs in Statistical Analysis, The American Statistician 27 (1973).

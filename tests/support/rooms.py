@@ -1,7 +1,7 @@
 """The rooms of the package, their levels, and which of them imports which."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tl_coupling as tlc
@@ -17,25 +17,42 @@ LEVELS = [
     "blocks",
     "jacobians",
     "comparisons influence trajectories dynamics",
-    "surveys",
-    "redundancy directions generalization",
+    "directions",
     "portraits",
     "plots interactive report",
+    "studies.surveys",
+    "studies.redundancy studies.generalization",
+    "studies.plots",
     "cli",
 ]
 # Files that hand out public names of a room under the path where users know them.
-PUBLIC_PATHS = {"gradients": "blocks", "traces": "blocks"}
+PUBLIC_PATHS = {
+    "gradients": "blocks",
+    "traces": "blocks",
+    "surveys": "studies.surveys",
+    "redundancy": "studies.redundancy",
+    "generalization": "studies.generalization",
+}
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
+# Files that only hand out what stands in others. `tlc.plots` has pictures of studies too,
+# whose room is above its own.
+DOORS = {"__init__", "__main__", "studies/__init__", "plots/__init__", *PUBLIC_PATHS}
 MODULES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0][:2] != "__"
-    and path.relative_to(PACKAGE).with_suffix("").name not in PUBLIC_PATHS
+    if path.relative_to(PACKAGE).with_suffix("").as_posix() not in DOORS
 ]
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return room_named(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def room_named(parts: Sequence[str]) -> str:
+    """Return the room in which a module is, "" for the package itself; those of
+    `studies` are rooms of their own.
+    """
+    return ".".join(parts[: 2 if tuple(parts[:1]) == ("studies",) else 1])
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
@@ -71,7 +88,7 @@ def imports_between_rooms() -> Iterator[tuple[str, str, str]]:
         for line, name in imported(path):
             top, *rest = name.split(".")
             if top == "tl_coupling":
-                other = rest[0] if rest and rest[0] in LEVEL else ""
+                other = room_named(rest) if room_named(rest) in LEVEL else ""
                 if other != room_of(path):
                     yield (
                         room_of(path),
@@ -117,7 +134,8 @@ def reach_ins() -> Iterator[str]:
     for path in MODULES:
         for module in sorted({module for module, _ in every_import(path)}):
             _, *parts = module.split(".")
-            if len(parts) > 1 and parts[0] != room_of(path):
+            room = room_named(parts)
+            if len(parts) > room.count(".") + 1 and room != room_of(path):
                 yield f"{path.relative_to(PACKAGE)} imports from {module}"
 
 

@@ -13,7 +13,7 @@ from tl_coupling.cli.options import OUT, Out, Prompts, Sweep
 from tl_coupling.cli.sweeps import facts, stop_if_any_failed, write_choices
 from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.measures import mean_name, null_name
-from tl_coupling.surveys import pairs_of_layers
+from tl_coupling.studies.surveys import pairs_of_layers
 
 if TYPE_CHECKING:
     import xarray

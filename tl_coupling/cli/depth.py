@@ -28,7 +28,7 @@ from tl_coupling.cli.tables import choices_table, coupling_table
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name, write_table
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys import describe_pairs, joined, measures_of_maps
+from tl_coupling.studies.surveys import describe_pairs, joined, measures_of_maps
 
 if TYPE_CHECKING:
     import xarray

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-    from tl_coupling.generalization import Generalization
+    from tl_coupling.studies.generalization import Generalization
 
 # Lines about what was left out.
 _MOST_LEFT_OUT = 10

@@ -22,7 +22,7 @@ from tl_coupling.models import (
     reads_pixels,
 )
 from tl_coupling.prompts import Prompt, load_prompts
-from tl_coupling.surveys import PAPER_PROMPT, Checkpoint, Settings
+from tl_coupling.studies.surveys import PAPER_PROMPT, Checkpoint, Settings
 
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
 Position = Annotated[

@@ -18,7 +18,7 @@ from tl_coupling.cli.sweeps import stop_if_any_failed
 from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.files import write_rows
 from tl_coupling.models import EMBEDDED_MODEL
-from tl_coupling.surveys import (
+from tl_coupling.studies.surveys import (
     MOVING,
     PRECISIONS,
     Moved,

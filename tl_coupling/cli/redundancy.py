@@ -10,7 +10,11 @@ from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Comparing, OneModel, Out, Prompts
 from tl_coupling.cli.tables import table_of
-from tl_coupling.redundancy import CHANGES, layer_redundancy, redundancy_correlations
+from tl_coupling.studies.redundancy import (
+    CHANGES,
+    layer_redundancy,
+    redundancy_correlations,
+)
 
 if TYPE_CHECKING:
     import xarray

@@ -19,7 +19,7 @@ from tl_coupling.cli.sweeps import (
 )
 from tl_coupling.cli.tables import table_of
 from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
-from tl_coupling.surveys import UNITS, pairs_of_layers
+from tl_coupling.studies.surveys import UNITS, pairs_of_layers
 
 if TYPE_CHECKING:
     import pandas

@@ -13,7 +13,7 @@ import tl_coupling as tlc
 from tl_coupling.cli.console import Work
 from tl_coupling.cli.tables import choices_table
 from tl_coupling.files import write_table
-from tl_coupling.surveys import (
+from tl_coupling.studies.surveys import (
     Executor,
     pairs_of_layers,
     process_pool,

@@ -20,7 +20,7 @@ from tl_coupling.cli.options import (
 from tl_coupling.cli.tables import table_of
 from tl_coupling.cli.trajectory import SHAPES, MeasuredTrajectory, drop_model
 from tl_coupling.prompts import Prompt
-from tl_coupling.surveys import Source, checkpoint_sources
+from tl_coupling.studies.surveys import Source, checkpoint_sources
 from tl_coupling.trajectories import measure_trajectory
 
 

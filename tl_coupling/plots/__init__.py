@@ -8,7 +8,11 @@ figures: for programs that only save them.
 >>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=4))
 """
 
-# ruff: noqa: F401
+# ruff: noqa: F401, F822
+
+import importlib
+from typing import TYPE_CHECKING
+
 from tl_coupling.plots.carriers import (
     plot_carriers,
     plot_carriers_by_depth,
@@ -21,18 +25,14 @@ from tl_coupling.plots.dynamics import (
     plot_product_map,
     plot_products,
 )
-from tl_coupling.plots.generalization import (
-    plot_forest,
-    plot_generalization,
-    plot_k_sweep,
-    plot_task_means,
-)
-from tl_coupling.plots.growth import plot_growth, plot_shapes
 from tl_coupling.plots.labels import measure_label, new_figure, off_screen, paper_style
 from tl_coupling.plots.layers import (
+    draw_arcs,
+    most_arcs,
     plot_adjacency,
     plot_locality,
     plot_singular_values,
+    weighted_pairs,
 )
 from tl_coupling.plots.maps import (
     color_scale,
@@ -43,30 +43,67 @@ from tl_coupling.plots.maps import (
     plot_spread,
 )
 from tl_coupling.plots.patches import patches_of, picture_of, plot_patches
-from tl_coupling.plots.precision import plot_precision
 from tl_coupling.plots.predictions import (
     plot_inverse_singular_values,
     plot_linearisation,
     plot_perturbation,
 )
 from tl_coupling.plots.prompts import plot_prompt_coupling, plot_prompt_map
-from tl_coupling.plots.redundancy import plot_redundancy
-from tl_coupling.plots.surveys import (
-    plot_covariates,
-    plot_profiles,
-    plot_prompts,
-    plot_quartiles,
-)
-from tl_coupling.plots.sweeps import (
-    plot_adjacency_strip,
-    plot_coupling_strip,
-    plot_emergence,
-)
 from tl_coupling.plots.trajectories import plot_trajectories
 from tl_coupling.plots.trajectory_metrics import plot_trajectory_metrics
+
+if TYPE_CHECKING:
+    from tl_coupling.studies.plots import *  # noqa: F403
 
 __all__ = [
     "off_screen",
     "paper_style",
-    *(name for name in dir() if name.startswith("plot_")),
+    "plot_ablation",
+    "plot_adjacency",
+    "plot_adjacency_strip",
+    "plot_alignment_matrices",
+    "plot_carriers",
+    "plot_carriers_by_depth",
+    "plot_comparison",
+    "plot_coupling",
+    "plot_coupling_matrices",
+    "plot_coupling_strip",
+    "plot_covariates",
+    "plot_eigenvalues",
+    "plot_emergence",
+    "plot_forest",
+    "plot_generalization",
+    "plot_growth",
+    "plot_head_coupling",
+    "plot_influence",
+    "plot_inverse_singular_values",
+    "plot_k_sweep",
+    "plot_linearisation",
+    "plot_locality",
+    "plot_patches",
+    "plot_perturbation",
+    "plot_precision",
+    "plot_product_map",
+    "plot_products",
+    "plot_profiles",
+    "plot_prompt_coupling",
+    "plot_prompt_map",
+    "plot_prompts",
+    "plot_quartiles",
+    "plot_redundancy",
+    "plot_shapes",
+    "plot_singular_values",
+    "plot_spread",
+    "plot_steering",
+    "plot_subspace",
+    "plot_task_means",
+    "plot_trajectories",
+    "plot_trajectory_metrics",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Studies stand above this room: their pictures are loaded when one is asked for.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("tl_coupling.studies.plots"), name)

@@ -1,0 +1,191 @@
+"""Coupling on each task: means of every model, and the line across the tasks of a
+model.
+"""
+
+import numpy as np
+import pandas
+import xarray
+from jaxtyping import Float
+
+from tl_coupling.arguments import Count, Seed, checked
+from tl_coupling.measures import MeasureName
+from tl_coupling.statistics import (
+    ALL_PROMPTS,
+    Interval,
+    LinearFit,
+    linear_fit,
+    percentile_interval,
+    resamples,
+    t_interval,
+)
+from tl_coupling.studies.generalization.associations import FEWEST_RESAMPLED
+from tl_coupling.studies.generalization.model_tables import (
+    checkpoint_rows,
+    coupling_table,
+    per_prompt,
+)
+from tl_coupling.studies.surveys import pairs_of_layers
+
+_COLUMNS = (
+    "model",
+    "checkpoint",
+    "task",
+    "n_prompts",
+    "mean",
+    "low",
+    "high",
+    "null",
+    "loss",
+    "d_model",
+    "n_layers",
+)
+
+
+def split_by_task(data: xarray.Dataset) -> dict[str, xarray.Dataset]:
+    """Return the prompts of each task; those without a task are left out."""
+    if "task" not in data.coords:
+        return {}
+    tasks = data["task"].values.astype(str)
+    return {
+        task: data.isel(prompt=np.flatnonzero(tasks == task))
+        for task in dict.fromkeys(tasks.tolist())
+        if task
+    }
+
+
+@checked
+def task_means(
+    data: xarray.Dataset,
+    *,
+    k: int | None = None,
+    measure: MeasureName = "coupling",
+    n_resamples: Count = 2000,
+    seed: Seed = 0,
+) -> pandas.DataFrame:
+    """Return the mean coupling of every model and checkpoint on each task.
+
+    Means have an interval over prompts: of fewer than six prompts the t interval.
+
+    Args:
+        data, k, measure: as in `generalization_study`.
+        n_resamples, seed: as in `bootstrap`, over the prompts of the task alone.
+
+    Returns:
+        columns `model`, `checkpoint`, `task` ("all prompts" last; alone where prompts
+        have no task), `n_prompts`, `mean`, `low` and `high` (95 % interval; NaN with
+        one prompt), `null` (what random subspaces would give), `loss` (mean, in nats
+        per token), `d_model` and `n_layers` (NaN where unknown).
+        `attrs` names `k`, `measure` and the `pairs` of layers that the means are over.
+
+    Raises:
+        ValueError: the k or the measure was not measured; fewer than one draw.
+
+    Example:
+        >>> table = tlc.generalization.task_means(data, k=4, n_resamples=100)
+        >>> table[table.model == "width8"].task.tolist()
+        ['sums', 'riddles', 'all prompts']
+    """
+    survey = per_prompt(data, k, measure)
+    # One stream of draws serves all rows, in their order.
+    rng = np.random.default_rng(seed)
+    rows = []
+    for place in range(survey.sizes["row"]):
+        model_survey = survey.isel(row=place).dropna("prompt", subset=["x"])
+        # The model was not measured at this checkpoint.
+        if not model_survey.sizes["prompt"]:
+            continue
+        for task, part in [
+            *split_by_task(model_survey).items(),
+            (ALL_PROMPTS, model_survey),
+        ]:
+            low, high = _interval_of_mean(part["x"].values, n_resamples, rng)
+            rows.append(
+                {
+                    "model": str(part["model"].values),
+                    "checkpoint": part["checkpoint"].values.item(),
+                    "task": task,
+                    "n_prompts": part.sizes["prompt"],
+                    "mean": _mean(part, "x"),
+                    "low": low,
+                    "high": high,
+                    "null": _mean(part, "null"),
+                    "loss": _mean(part, "loss"),
+                    "d_model": _mean(part, "d_model"),
+                    "n_layers": _mean(part, "n_layers"),
+                }
+            )
+    table = pandas.DataFrame(rows, columns=list(_COLUMNS))
+    table.attrs |= {
+        "k": survey["k"].item(),
+        "measure": measure,
+        "pairs": pairs_of_layers(data),
+    }
+    return table
+
+
+def _mean(part: xarray.Dataset, name: str) -> float:
+    return float(part[name].mean()) if name in part else np.nan
+
+
+def _interval_of_mean(
+    values: Float[np.ndarray, " n"], n_resamples: int, rng: np.random.Generator
+) -> Interval:
+    """Return the bootstrap interval of a mean: the t interval of fewer than six values,
+    whose resamples say too little; NaN of one value.
+    """
+    n = len(values)
+    # Drawn even of few values, so that later tasks see the same draws.
+    means = [values[drawn].mean(1) for drawn in resamples(n, n_resamples, rng)]
+    if n < 2:
+        return np.nan, np.nan
+    if n < FEWEST_RESAMPLED:
+        error = values.std(ddof=1) / np.sqrt(n)
+        return t_interval(float(values.mean()), float(error), float(n - 1))
+    low, high = percentile_interval(np.concatenate(means), n)
+    return low, high
+
+
+def fits_across_tasks(
+    data: xarray.Dataset,
+    scores: pandas.DataFrame | str,
+    *,
+    k: int,
+    measure: str,
+    checkpoint: int | str | None,
+) -> dict[str, LinearFit]:
+    """Fit, within each model, its score on each task to its coupling there.
+
+    The score on a task is the column with the name of the task.
+
+    Raises:
+        ValueError: fewer than three tasks that have a score; as in `linear_fit`.
+
+    Source: Aubry et al. 2025, table 3.
+    """
+    # A score on a task is the column of its name; a loss is there for all.
+    parts = {
+        task: part
+        for task, part in split_by_task(data).items()
+        if isinstance(scores, str) or task in scores
+    }
+    if len(parts) < 3:
+        raise ValueError(
+            "a fit across tasks needs at least three tasks that have scores, "
+            f"got {list(parts)}"
+        )
+    tables = []
+    for task, part in parts.items():
+        survey = per_prompt(part, k, measure)
+        table = coupling_table(survey, scores, measure=measure, score=task)
+        table = checkpoint_rows(table, checkpoint)
+        # The scores may have a column "score" as well: that of all tasks.
+        task_points = table[["model", measure]]
+        task_points = task_points.assign(score=table[task if task in table else "loss"])
+        tables.append(task_points.dropna())
+    models = pandas.concat(tables, ignore_index=True).groupby("model", sort=False)
+    return {
+        str(model): linear_fit(points, measure, "score")
+        for model, points in models
+        # A line through two points fits always.
+        if len(points) > 2
+    }

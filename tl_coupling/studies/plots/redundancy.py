@@ -1,0 +1,290 @@
+"""What each block is worth: the loss without it, against depth and coupling."""
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from tl_coupling.arguments import checked
+from tl_coupling.plots import labels
+from tl_coupling.statistics import crossed_mean
+from tl_coupling.studies.redundancy import (
+    CHANGES,
+    change_and_predictors,
+    check_redundancy,
+)
+
+if TYPE_CHECKING:
+    import xarray
+
+
+# Of changed blocks; not the colours of trained and untrained models.
+_COLORS = {
+    "dropped": "C2",
+    "swapped": "C4",
+    "merged": "C5",
+    "projected": "C8",
+    "exited": "C7",
+}
+# In inches.
+_PANEL_WIDTH = 2.8
+_PANEL_HEIGHT = 1.9
+# First and last blocks cost up to a hundred times what others do: where they cost this
+# many times more, the axis is that of the others.
+_FAR_ABOVE = 4.0
+_TITLE = "Change in loss without a block, or with blocks changed"
+_RANKS = "ρ: Spearman's [95 % over prompts]; inner: without first and last, hollow"
+
+
+class _Change(NamedTuple):
+    """What one change of the blocks does to the loss."""
+
+    depth: Float[np.ndarray, " n_changes"]
+    mean: Float[np.ndarray, " n_changes"]
+    half_width: Float[np.ndarray, " n_changes"]
+    color: str
+
+    def limits(self) -> tuple[float, float]:
+        """Return the ends of the axis: those of the inner blocks, if others are far.
+
+        Intervals count, up to the spread of the means on either side.
+        """
+        shown = np.isfinite(self.mean)
+        inner = shown.copy()
+        # First and last block, or pair.
+        inner[[0, -1]] = False
+        if inner.any():
+            largest_inner = np.abs(self.mean[inner]).max()
+            if np.abs(self.mean[shown]).max() > _FAR_ABOVE * largest_inner:
+                shown = inner
+        # 0, no change, is always on the axis.
+        means = np.append(self.mean[shown], 0.0)
+        # Means may all be 0, in a model whose blocks do nothing.
+        spread = np.ptp(means) or 1e-3
+        half_widths = np.nan_to_num(self.half_width[shown])
+        lowest = np.append(self.mean[shown] - half_widths, 0.0).min()
+        highest = np.append(self.mean[shown] + half_widths, 0.0).max()
+        # One wide interval must not make all differences between means invisible.
+        low = max(lowest, means.min() - spread)
+        high = min(highest, means.max() + spread)
+        room = 0.12 * (high - low)
+        return float(low - room), float(high + room)
+
+
+@checked
+def plot_redundancy(
+    data: "xarray.Dataset",
+    correlations: "xarray.Dataset",
+    *,
+    k: int | None = None,
+    fig: Figure | None = None,
+) -> Figure:
+    """Draw the loss without each block by depth, by coupling and by block influence.
+
+    The picture shows whether the model can do without a block, and whether coupling or
+    block influence would have predicted it. A row is a change: blocks dropped,
+    neighbours swapped, neighbours merged. Means over prompts; bars are 95 % t intervals
+    of the mean. A pair is drawn between its two layers. A drop stands at its layer's
+    mean coupling with all others, a swap or merge at the coupling and the mean
+    influence of its pair; first and last are hollow, the dashed line is what random
+    subspaces would give. Below, of blocks that write into the k shared directions alone
+    and of models that are left after a block, by depth. Every row has its own linear
+    axis. Where the first or last block costs many times more than the others, it stands
+    at the edge as a triangle with its value.
+
+    Args:
+        data: of `layer_redundancy`.
+        correlations: Spearman's ρ of these data, of `redundancy_correlations`.
+        k: the number of singular vectors; the largest of the data by default.
+        fig: the figure to draw in; a new one by default.
+
+    Returns the Figure; its Axes are, for dropped, swapped and (where a pair could be
+    merged) merged, the change by depth, against coupling and against influence; then by
+    depth projected and exited, where they were measured. The first line of each are the
+    means.
+
+    Raises:
+        ValueError: other data, or a k that is not in them.
+
+    Example:
+        >>> prompts = ["w1 w2 w3", "w4 w5 w6"]
+        >>> data = tlc.redundancy.layer_redundancy(model, prompts, k=(4,))
+        >>> correlations = tlc.redundancy.redundancy_correlations(data)
+        >>> fig = tlc.plots.plot_redundancy(data, correlations)
+    """
+    check_redundancy(data)
+    measured = [int(k) for k in data["k"].values]
+    k = max(measured) if k is None else k
+    if k not in measured:
+        raise ValueError(f"`k` must be among {measured}, got {k}")
+    data_at_k = data.sel(k=k)
+    changes = _changes(data_at_k)
+    predicted = [change for change in changes if change in CHANGES]
+    unpredicted = [change for change in changes if change not in CHANGES]
+    n_rows = len(predicted) + bool(unpredicted)
+    height = 1.3 + _PANEL_HEIGHT * n_rows
+    fig = fig or labels.new_figure(3 * _PANEL_WIDTH, height)
+    grid = fig.add_gridspec(n_rows, 3)
+    null = float(data["null_coupling"].sel(k=k))
+    # The first block's is many times that of the others.
+    is_log = float(data["block_influence"].mean("prompt").min()) > 0
+    columns: list[list[Axes]] = [[], [], []]
+    for row, name in enumerate(predicted):
+        # Shared before anything is drawn, so that all rows count for the limits.
+        panels = [
+            fig.add_subplot(grid[row, place], sharex=column[0] if column else None)
+            for place, column in enumerate(columns)
+        ]
+        _, coupling, influence = change_and_predictors(data, name)
+        change = changes[name]
+        _draw_by_depth(panels[0], change, _name(name, k))
+        predictors = {
+            "coupling": coupling[measured.index(k)],
+            "block_influence": influence,
+        }
+        ranked = correlations.sel(k=k, change=name)
+        for ax, (predictor, values) in zip(panels[1:], predictors.items(), strict=True):
+            _draw_by_predictor(ax, values.mean(0), change)
+            ax.set_title(_rho(ranked, predictor), fontsize="small")
+        panels[1].axvline(null, label="_null", **labels.NULL_LINE)
+        if is_log:
+            _make_logarithmic(panels[2])
+        for column, ax in zip(columns, panels, strict=True):
+            column.append(ax)
+    for place, name in enumerate(unpredicted):
+        ax = fig.add_subplot(grid[-1, place])
+        _draw_by_depth(ax, changes[name], _name(name, k))
+        ax.set_xlabel("layer")
+    measure = labels.measure_label("coupling", k)
+    columns[0][-1].set_xlabel("layer, or between two")
+    columns[1][-1].set_xlabel(f"{measure}\nwith all others, or of the pair")
+    columns[2][-1].set_xlabel("block influence $1 - \\cos$\nor mean of the pair")
+    for ax in fig.axes:
+        ax.tick_params(labelsize="small")
+    title = labels.heading(_TITLE, [json.loads(data.attrs["provenance"])])
+    n_prompts = data.sizes["prompt"]
+    if n_prompts > 1:
+        title += f"\nmean over {n_prompts} prompts · {_RANKS}"
+    else:
+        title += f"\n{_RANKS.replace(' [95 % over prompts]', '')}"
+    labels.entitle(fig, title)
+    return fig
+
+
+def _changes(data_at_k: "xarray.Dataset") -> dict[str, _Change]:
+    """Return what every change that was measured does to the loss."""
+    changes = {}
+    for name, color in _COLORS.items():
+        # Data of earlier versions have no projections and no exits.
+        losses = data_at_k.get(f"loss_{name}")
+        if losses is None or bool(losses.isnull().all()):
+            continue
+        loss_change = (losses - data_at_k["loss"]).transpose("prompt", ...).values
+        # A pair stands between its two layers.
+        first_depth = 0.5 if "pair" in losses.dims else 0.0
+        depth = np.arange(loss_change.shape[1]) + first_depth
+        # One prompt has no interval.
+        half_width = np.full(len(depth), np.nan)
+        if len(loss_change) > 1:
+            _, half_width = crossed_mean(loss_change[:, None])
+        changes[name] = _Change(depth, loss_change.mean(0), half_width, color)
+    return changes
+
+
+def _name(change: str, k: int) -> str:
+    """Return what the title of a panel calls a change."""
+    names = {
+        "dropped": "block dropped",
+        "swapped": "neighbours swapped",
+        "merged": "neighbours merged",
+        "projected": f"projected onto {k} shared directions",
+        "exited": "left after the block",
+    }
+    return names[change]
+
+
+def _draw_by_depth(ax: Axes, change: _Change, title: str) -> None:
+    """Draw the mean change in loss by depth, with its interval over prompts."""
+    _draw_means(ax, change.depth, change, joined=True)
+    if not np.isnan(change.half_width).all():
+        low = change.mean - change.half_width
+        high = change.mean + change.half_width
+        ax.vlines(change.depth, low, high, color=change.color, alpha=0.5, linewidth=1)
+    ax.set_title(title, fontsize="medium")
+    ax.set_ylabel("nats per token", fontsize="small")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # Values of the triangles at the edge, written towards the middle of the panel.
+    low, high = ax.get_ylim()
+    for depth, mean in zip(change.depth, change.mean, strict=True):
+        if low <= mean <= high or np.isnan(mean):
+            continue
+        is_left_half = depth < change.depth.mean()
+        ax.annotate(
+            f"{mean:.2g}",
+            (depth, high if mean > high else low),
+            xytext=(6 if is_left_half else -6, -2 if mean > high else 2),
+            textcoords="offset points",
+            ha="left" if is_left_half else "right",
+            va="top" if mean > high else "bottom",
+            fontsize="small",
+        )
+
+
+def _draw_by_predictor(
+    ax: Axes, x: Float[np.ndarray, " n_changes"], change: _Change
+) -> None:
+    """Draw the mean change in loss by coupling or influence; both ends are hollow."""
+    _draw_means(ax, x, change, joined=False)
+    ends = [0, -1]
+    look: dict[str, Any] = {"color": change.color, "markerfacecolor": "white"}
+    ax.plot(x[ends], change.mean[ends], "o", markersize=4, label="_ends", **look)
+
+
+def _draw_means(
+    ax: Axes, x: Float[np.ndarray, " n_changes"], change: _Change, joined: bool
+) -> None:
+    """Draw the means, and triangles at the edge for those that lie beyond it."""
+    line_style = "-" if joined else ""
+    look: dict[str, Any] = {"color": change.color, "linewidth": 1}
+    ax.plot(x, change.mean, "o", markersize=4, linestyle=line_style, **look)
+    ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+    low, high = change.limits()
+    ax.set_ylim(low, high)
+    for is_beyond, edge, marker in (
+        (change.mean > high, high, "^"),
+        (change.mean < low, low, "v"),
+    ):
+        if is_beyond.any():
+            edges = np.full(int(is_beyond.sum()), edge)
+            marks: dict[str, Any] = {"clip_on": False, "linestyle": "", "markersize": 6}
+            ax.plot(x[is_beyond], edges, marker, color=change.color, **marks)
+
+
+def _make_logarithmic(ax: Axes) -> None:
+    ax.set_xscale("log")
+    # Over a decade or two, names of all minor ticks would overlap.
+    ax.xaxis.set(
+        major_locator=LogLocator(subs=(1.0, 3.0)),
+        major_formatter="{x:g}",
+        minor_formatter="",
+    )
+
+
+def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
+    """Write ρ with its interval, of all blocks and of the inner ones."""
+    texts = []
+    for blocks in ("all", "inner"):
+        block_correlations = correlations.sel(blocks=blocks)
+        if np.isnan(block_correlations[predictor]):
+            texts.append("undefined")
+            continue
+        text = f"{float(block_correlations[predictor]):+.2f}"
+        low, high = block_correlations[f"{predictor}_interval"].values
+        if not np.isnan(low + high):
+            text += f" [{low:+.2f}, {high:+.2f}]"
+        texts.append(text)
+    return "ρ " + "\ninner ".join(texts)

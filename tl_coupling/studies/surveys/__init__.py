@@ -1,0 +1,51 @@
+"""Many measurements: surveys of models, sweeps over checkpoints, and what runs them."""
+# ruff: noqa: F401
+
+from tl_coupling.prompts import as_prompts
+from tl_coupling.studies.surveys.checkpoints import (
+    Checkpoint,
+    Source,
+    checkpoint_sources,
+    local_checkpoints,
+    pythia_steps,
+    step_order,
+)
+from tl_coupling.studies.surveys.executors import Executor, process_pool, slurm_executor
+from tl_coupling.studies.surveys.measurements import measure_prompts
+from tl_coupling.studies.surveys.precision import (
+    MOVING,
+    PRECISIONS,
+    Moved,
+    movements,
+    precision_sweep,
+)
+from tl_coupling.studies.surveys.readings import (
+    describe_pairs,
+    joined,
+    measure_table,
+    one_orientation,
+    pairs_of_layers,
+    with_diagonal,
+)
+from tl_coupling.studies.surveys.results import UNITS, open_survey
+from tl_coupling.studies.surveys.settings import PAPER_PROMPT, Settings
+from tl_coupling.studies.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
+from tl_coupling.studies.surveys.variables import loss, measures, measures_of_maps
+
+__all__ = [
+    "Settings",
+    "Survey",
+    "checkpoint_sweep",
+    "local_checkpoints",
+    "measure_prompts",
+    "measure_table",
+    "movements",
+    "one_orientation",
+    "open_survey",
+    "precision_sweep",
+    "process_pool",
+    "pythia_steps",
+    "run",
+    "slurm_executor",
+    "with_diagonal",
+]
