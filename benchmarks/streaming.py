@@ -32,7 +32,7 @@ import tl_coupling as tlc
 from benchmarks.options import add_k, add_out
 from benchmarks.timing import BenchmarkError, Memory, console, environment, write
 from tl_coupling.jacobians import coupled, decomposed
-from tl_coupling.models import streaming
+from tl_coupling.models.weights import streaming
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = (

@@ -220,7 +220,7 @@ def streamed(folder_model: Path) -> nn.Module:
 def test_prompts_share_a_sweep(
     streamed: nn.Module, folder_model: Path, monkeypatch
 ) -> None:
-    from tl_coupling.models import streaming
+    from tl_coupling.models.weights import streaming
 
     prompts = [tiny.TOKENS, tiny.TOKENS[:5], tiny.TOKENS[2:]]
     resident = tlc.load_model(str(folder_model))

@@ -5,7 +5,6 @@ from tl_coupling.models.devices import named_device
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
-from tl_coupling.models.gguf_files import is_gguf
 from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
 from tl_coupling.models.lens_tools import (
     JacobianLens,
@@ -30,9 +29,16 @@ from tl_coupling.models.loaded import (
 )
 from tl_coupling.models.loading import empty_model, load_model
 from tl_coupling.models.model_files import changed_file, described_files
-from tl_coupling.models.quantized import Quantization, dequantising, needs_package
 from tl_coupling.models.stored import holds_stored_weights
-from tl_coupling.models.streaming import filled, looked_up, looks_up
 from tl_coupling.models.tokenization import tokenize
+from tl_coupling.models.weights import (
+    Quantization,
+    dequantising,
+    filled,
+    is_gguf,
+    looked_up,
+    looks_up,
+    needs_package,
+)
 
 __all__ = ["ModelError", "load_model"]

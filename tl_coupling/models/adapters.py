@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tl_coupling.models.errors import ModelError
-from tl_coupling.models.quantized import needs_package
+from tl_coupling.models.weights import needs_package
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

@@ -8,17 +8,15 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tl_coupling.models import quantized
 from tl_coupling.models.adapters import adapter_beside
 from tl_coupling.models.completeness import load_whole, number_of_weights
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
-from tl_coupling.models.gguf_files import GgufModel
 from tl_coupling.models.load_request import LoadRequest
 from tl_coupling.models.loaded import kind_of_config, reads_pixels
-from tl_coupling.models.streaming import hollow_cuts, hollow_model
 from tl_coupling.models.tokenization import lacks_tokenizer, wordless_tokenizer
 from tl_coupling.models.untrained import fresh_model
+from tl_coupling.models.weights import GgufModel, hollow_cuts, hollow_model, quantized
 
 
 def load_bridge(request: LoadRequest, source: str, device: torch.device) -> nn.Module:

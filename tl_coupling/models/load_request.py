@@ -10,8 +10,7 @@ import torch
 from tl_coupling.models.embedded import EMBEDDED_MODEL
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
-from tl_coupling.models.gguf_files import is_gguf
-from tl_coupling.models.quantized import Quantization, refuse_streaming
+from tl_coupling.models.weights import Quantization, is_gguf, refuse_streaming
 
 Backend = Literal["auto", "bridge", "hooked"]
 Memory = Literal["resident", "stream"]

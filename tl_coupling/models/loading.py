@@ -27,13 +27,13 @@ from tl_coupling.models.facts import facts_of
 from tl_coupling.models.hooked import load_hooked
 from tl_coupling.models.load_request import Backend, LoadRequest, Memory
 from tl_coupling.models.loaded import describe_kind
-from tl_coupling.models.quantized import Quantization
 from tl_coupling.models.refusals import (
     nothing_installed,
     refuse_depth,
     refuse_no_folder,
 )
 from tl_coupling.models.tokenization import knows_text
+from tl_coupling.models.weights import Quantization
 
 # torch's class cannot say it itself.
 made_by("load_model(name)")(nn.Module)

@@ -8,7 +8,7 @@ figures: for programs that only save them.
 >>> ax = tlc.plot_coupling(tlc.depth_coupling(trace, k=4))
 """
 
-# ruff: noqa: F401, F822
+# ruff: noqa: F401, F405
 
 import importlib
 from typing import TYPE_CHECKING

@@ -131,7 +131,7 @@ def test_a_damaged_copy_is_made_again(damage: str, file: Path, cache: Path) -> N
 def test_a_conversion_that_is_killed_leaves_nothing_that_is_taken_for_a_copy(
     file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tl_coupling.models.gguf_files import GgufModel
+    from tl_coupling.models.weights.gguf_files import GgufModel
 
     def killed(self: GgufModel, folder: Path) -> None:
         folder.mkdir()

@@ -16,7 +16,8 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from tl_coupling.blocks.streamed import streamed_passage
-from tl_coupling.models import facts_of, streaming
+from tl_coupling.models import facts_of
+from tl_coupling.models.weights import streaming
 
 pytestmark = pytest.mark.both_lines
 

@@ -26,13 +26,13 @@ from tl_coupling.arguments import warn_caller
 from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.completeness import LoadedWeights, check_depth, load_whole
 from tl_coupling.models.errors import ModelError
-from tl_coupling.models.gguf_contents import (
+from tl_coupling.models.loaded import version
+from tl_coupling.models.weights.gguf_contents import (
     CompletedConfig,
     GgufContents,
     check_tensors,
 )
-from tl_coupling.models.loaded import version
-from tl_coupling.models.quantized import drop_quantization, needs_package
+from tl_coupling.models.weights.quantized import drop_quantization, needs_package
 from tl_coupling.progress import with_progress
 
 # The numbers of types of values in a GGUF file.

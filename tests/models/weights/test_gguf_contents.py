@@ -15,7 +15,7 @@ import torch
 import model_folders
 import tiny
 import tl_coupling as tlc
-from tl_coupling.models.gguf_contents import CompletedConfig, GgufContents
+from tl_coupling.models.weights.gguf_contents import CompletedConfig, GgufContents
 
 # transformers reads these files, in one version for both lines of TransformerLens.
 pytestmark = [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tiny
 import tl_coupling as tlc
 from model_folders import save_gguf
-from tl_coupling.models.quantized import dequantised
+from tl_coupling.models.weights.quantized import dequantised
 from zoo.oracle import Oracle
 
 pytestmark = pytest.mark.both_lines
