@@ -35,8 +35,8 @@ MOST_REACH_INS = 5
 
 # Rooms of one level, side by side, do not know each other but for these.
 WITHIN_A_LEVEL = {
-    ("saved", "arguments"),
-    ("saved", "files"),
+    ("results", "arguments"),
+    ("results", "files"),
     ("measures", "spectra"),
     ("influence", "comparisons"),
     ("interactive", "plots"),

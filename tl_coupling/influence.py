@@ -20,7 +20,7 @@ from tl_coupling.jacobians import (
     chosen_layers,
 )
 from tl_coupling.progress import Progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import effective_rank, participation_ratio
 
 __all__ = ["Influence", "cross_token_influence"]

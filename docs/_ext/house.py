@@ -39,7 +39,7 @@ MIDDLES = {
     "interrupts": 364,
     "progress": 574,
     "files": 273,
-    "saved": 351,
+    "results": 351,
 }
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(tlc.__file__).parent
 # as there is no cycle.
 LEVELS = [
     "interrupts",
-    "arguments progress files saved",
+    "arguments progress files results",
     "models prompts",
     "spectra measures statistics",
     "blocks",

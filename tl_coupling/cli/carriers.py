@@ -23,7 +23,7 @@ from tl_coupling.cli.tables import table_of
 from tl_coupling.comparisons import Carriers, HeadCoupling, Share, strongest_heads
 from tl_coupling.measures import Orientation
 from tl_coupling.prompts import Prompt
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 _SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
 _SHARES: tuple[Share, ...] = (*_SHOWN, "energy_share")

@@ -28,7 +28,7 @@ from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.files import output_folder, plain, write_atomically
 from tl_coupling.progress import log_progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")

@@ -23,7 +23,7 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 
 @command

@@ -24,7 +24,7 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import INFLUENCE_MEASURES, Influence
 from tl_coupling.measures import MeasureName
 from tl_coupling.portraits import TokenPortrait, token_portrait
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 
 @command

@@ -37,7 +37,7 @@ from tl_coupling.measures import (
     seeded,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import Spectrum, check_k, fitting_k
 
 if TYPE_CHECKING:

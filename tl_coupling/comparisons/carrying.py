@@ -24,7 +24,7 @@ from tl_coupling.measures import (
     seeded,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.statistics import LEVEL, Interval
 
 if TYPE_CHECKING:

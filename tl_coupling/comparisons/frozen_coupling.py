@@ -22,7 +22,7 @@ from tl_coupling.jacobians import (
 )
 from tl_coupling.measures import Orientation, nan_where_zero
 from tl_coupling.progress import Progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import fitting_k
 
 

@@ -20,7 +20,7 @@ from tl_coupling.measures import (
     seeded,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 if TYPE_CHECKING:
     import pandas

@@ -30,7 +30,7 @@ from tl_coupling.measures import (
     rotation_null,
     seeded,
 )
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import check_k
 from tl_coupling.statistics import LEVEL, Interval
 

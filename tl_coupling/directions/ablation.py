@@ -36,7 +36,7 @@ from tl_coupling.measures import seeded
 from tl_coupling.models import tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.statistics import Difference, paired_difference
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_directions
 from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.trajectories import check_lens
 
 if TYPE_CHECKING:

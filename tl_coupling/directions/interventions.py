@@ -20,7 +20,7 @@ from tl_coupling.blocks import Trace, spliced_modules
 from tl_coupling.directions.projections import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 Side = Literal["read", "write"]
 HookFunction = Callable[..., Tensor]

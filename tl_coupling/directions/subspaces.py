@@ -33,7 +33,7 @@ from tl_coupling.directions.random_directions import frames
 from tl_coupling.jacobians import Decomposed, JacobianOptions
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 Weights = Literal["equal", "coupling"]
 SIDES: tuple[Side, ...] = ("read", "write")

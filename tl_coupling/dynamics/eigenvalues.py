@@ -23,7 +23,7 @@ from tl_coupling.jacobians import (
     named_layers,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import parallel_map
 
 

@@ -20,7 +20,7 @@ from tl_coupling.dynamics.usable_jacobians import check_steps, usable_jacobians
 from tl_coupling.jacobians import block_jacobians, chosen_layers
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 
 @made_by("dynamics.product_map(trace)")

@@ -11,7 +11,7 @@ from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.connections import Connection
 from tl_coupling.jacobians.decomposed import decompose
 from tl_coupling.jacobians.options import JacobianOptions
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import check_k
 
 

@@ -20,7 +20,7 @@ from tl_coupling.blocks import (
 )
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import measured
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 
 @made_by("block_parts(trace, layer)")

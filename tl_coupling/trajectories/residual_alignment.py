@@ -34,7 +34,7 @@ from tl_coupling.measures import (
     vector_alignment,
 )
 from tl_coupling.progress import Progress
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 from tl_coupling.spectra import (
     DEFAULT_K,
     InverseSingularValueFit,

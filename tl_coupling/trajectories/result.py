@@ -12,7 +12,7 @@ from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.blocks import Trace
 from tl_coupling.models import JacobianLens
 from tl_coupling.progress import Progress
-from tl_coupling.saved import Saved, load_result
+from tl_coupling.results import Saved, load_result
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import shapes
 from tl_coupling.trajectories.lenses import check_lens

@@ -13,7 +13,7 @@ import xarray
 
 import tl_coupling as tlc
 from made_up_results import random_map
-from tl_coupling.saved import Saved
+from tl_coupling.results import Saved
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
