@@ -370,6 +370,8 @@ def test_matrices_without_entries_are_refused(
         getattr(tlc.spectra, reading)(torch.zeros(shape))
 
 
-def test_a_batch_may_be_empty() -> None:
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_a_batch_may_be_empty(n_threads: int, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
     assert tlc.svd(torch.zeros(0, 3, 2)).S.shape == (0, 2)
     assert tlc.spectra.asymmetry(torch.zeros(0, 3, 3)).shape == (0,)

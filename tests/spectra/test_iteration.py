@@ -175,7 +175,7 @@ def test_a_triplet_just_above_the_cut_is_not_lost(width, way):
     assert np.linalg.norm(Vh - Vh @ inside.T @ inside, 2) < 0.3
 
 
-def wrong_spaces(J: iteration.Products, k: int):
+def wrong_spaces(J: torch.Tensor, k: int):
     """What an iteration that never converged would hand on, twice."""
     for seed in range(2):
         width = iteration.block_width(k)
@@ -190,12 +190,12 @@ def wrong_spaces(J: iteration.Products, k: int):
         )
 
 
-def nearly_right_spaces(J: iteration.Products, k: int):
+def nearly_right_spaces(J: torch.Tensor, k: int):
     """The right space, off by ten times the tolerance."""
     noise = torch.randn(
         J.shape[1], k, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    V = torch.linalg.svd(J.times(torch.eye(J.shape[1], dtype=torch.float64))).Vh[:k].mT
+    V = torch.linalg.svd(J.double()).Vh[:k].mT
     yield 3, V + 2e-5 * noise / N**0.5
 
 
@@ -220,9 +220,7 @@ def test_a_space_that_is_right_is_accepted(way, monkeypatch):
     def right(J, k):
         yield (
             3,
-            torch.linalg.svd(J.times(torch.eye(J.shape[1], dtype=torch.float64)))
-            .Vh[: iteration.block_width(k)]
-            .mT,
+            torch.linalg.svd(J.double()).Vh[: iteration.block_width(k)].mT,
         )
 
     replace_spaces(monkeypatch, right)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tl_coupling.spectra import SimilarRanks, decompositions, similar_ranks
+from tl_coupling.spectra import SimilarRanks, decompositions
 
 WIDTH = 96
 
@@ -21,12 +21,13 @@ def of_rank(rank: int, seed: int) -> torch.Tensor:
 def in_full(monkeypatch) -> list[int]:
     """Return a list that gets an item for each matrix that is decomposed in full."""
     counted: list[int] = []
+    singular_values = decompositions.singular_values
 
     def count(J: torch.Tensor) -> torch.Tensor:
         counted.append(len(J))
-        return decompositions.singular_values(J)
+        return singular_values(J)
 
-    monkeypatch.setattr(similar_ranks, "singular_values", count)
+    monkeypatch.setattr(decompositions, "singular_values", count)
     return counted
 
 

@@ -9,7 +9,12 @@ from tl_coupling.spectra.checks import (
     check_matrices,
     fitting_k,
 )
-from tl_coupling.spectra.decompositions import flops_of_svd, singular_values, svd
+from tl_coupling.spectra.decompositions import (
+    SimilarRanks,
+    flops_of_svd,
+    singular_values,
+    svd,
+)
 from tl_coupling.spectra.matrix_readings import (
     InverseSingularValueFit,
     asymmetry,
@@ -20,7 +25,6 @@ from tl_coupling.spectra.matrix_readings import (
     tail_energy,
 )
 from tl_coupling.spectra.parallel import parallel_map
-from tl_coupling.spectra.similar_ranks import SimilarRanks
 from tl_coupling.spectra.spectrum import Spectrum
 
 __all__ = [

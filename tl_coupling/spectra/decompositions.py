@@ -10,7 +10,6 @@ from torch import Tensor
 from tl_coupling.arguments import checked
 from tl_coupling.spectra.checks import check_k, check_matrices
 from tl_coupling.spectra.iteration import (
-    Products,
     block_width,
     krylov_width,
     top_triplets,
@@ -32,6 +31,17 @@ _FORM_SQUARE = 30
 # average.
 _TYPICAL_KRYLOV_STEPS = 12
 _TYPICAL_FILTER_STEPS = 16
+
+# A singular value below this share of the largest is rounding, in float32.
+_ROUNDING = 1e-6
+# What may lie outside of a sketch, as a share of the Frobenius norm. The products of
+# SmolLM2's Jacobians round by up to 1.5e-6 of it.
+_LARGEST_REMAINDER = 3e-6
+# Columns of the sketch beyond the expected rank, and columns that check it.
+_SKETCH_SURPLUS = 16
+_N_PROBES = 8
+# A sketch pays up to this share of the width.
+_LARGEST_SKETCH = 0.5
 
 
 @checked
@@ -112,6 +122,66 @@ def singular_values(
     return values
 
 
+class SimilarRanks:
+    """Return all singular values of one matrix after the other, largest first.
+
+    What a token does to another one goes through the attention of the block, of which
+    grouped queries leave few directions: a Jacobian of SmolLM2, 576 wide, has rank 201.
+    The first matrix is decomposed in full. Of the next ones, Q is an orthonormal basis
+    of `J Ω`, for a random Ω with a few more columns than the rank of the last matrix
+    that was decomposed in full. The singular values are those of `QᵀJ`, from its Gram
+    matrix in float64, and zeros. Eight more random columns say how much of J lies
+    outside of Q (Halko, Martinsson and Tropp 2011). Where that exceeds the rounding of
+    float32, J is decomposed in full.
+
+    Only square matrices in float32 are sketched; of other kinds each is decomposed.
+
+    Example:
+        >>> from tl_coupling.spectra import SimilarRanks
+        >>> values = SimilarRanks()
+        >>> values(torch.diag(torch.tensor([3.0, 4.0]))[None])
+        tensor([[4., 3.]])
+    """
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+
+    def __call__(self, J: Float[Tensor, "n d d"]) -> Float[Tensor, "n d"]:
+        """Return the singular values of some matrices."""
+        return torch.stack([self._values(matrix) for matrix in J])
+
+    def _values(self, J: Float[Tensor, "d d"]) -> Float[Tensor, " d"]:
+        S = self._sketched(J)
+        if S is not None:
+            return S
+        S = singular_values(J)
+        self._rank = int((S / S[0] > _ROUNDING).sum())
+        return S
+
+    def _sketched(self, J: Float[Tensor, "d d"]) -> Float[Tensor, " d"] | None:
+        """Return the singular values by a sketch; None where it does not hold J."""
+        d = J.shape[-1]
+        if self._rank is None or J.dtype != torch.float32:
+            return None
+        width = self._rank + _SKETCH_SURPLUS
+        if width > _LARGEST_SKETCH * d or not J.isfinite().all():
+            return None
+        # A fixed seed: the same matrices have the same values in every run.
+        generator = torch.Generator().manual_seed(0)
+        directions = torch.randn(d, width + _N_PROBES, generator=generator)
+        products = J @ directions.to(J.device)
+        Q = torch.linalg.qr(products[:, :width]).Q
+        probes = products[:, width:]
+        remainder = probes - Q @ (Q.mT @ probes)
+        if remainder.norm() > _LARGEST_REMAINDER * probes.norm():
+            return None
+        compressed = (Q.mT @ J).double()
+        squares = torch.linalg.eigvalsh(compressed @ compressed.mT).clamp_min(0)
+        S = squares.sqrt().flip(-1).to(J.dtype)
+        # Beyond the sketch they are 0 to the rounding of float32.
+        return torch.nn.functional.pad(S, (0, d - width))
+
+
 def flops_of_svd(d: int, k: int) -> float:
     """Return what `svd` of k triplets of a square J of width d typically takes.
 
@@ -147,9 +217,10 @@ def _map_matrices(
         for part, part_of_one in zip(parts, decompose(matrices[i]), strict=True):
             part[i] = part_of_one
 
-    if n == 1:
+    if n < 2:
         # One alone has all cores.
-        fill(0)
+        for i in range(n):
+            fill(i)
     else:
         parallel_map(fill, range(n), J.device, min(n, torch.get_num_threads()))
     return [part.reshape(J.shape[:-2] + part.shape[1:]) for part in parts]
@@ -183,7 +254,7 @@ def _iterated(J: Float[Tensor, "d_out d_in"], k: int) -> Parts | None:
     scale = J.abs().max().clamp_min(torch.finfo(J.dtype).tiny)
     J = J / scale
     square = J.mT @ J if _forms_square(d_in, k) else None
-    triplets = top_triplets(Products(J, J.double(), square), k)
+    triplets = top_triplets(J, k, square)
     if triplets is None:
         return None
     return (

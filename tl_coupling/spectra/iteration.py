@@ -32,42 +32,6 @@ _MOST_COLUMNS = 8
 
 
 @dataclass(frozen=True)
-class Products:
-    """A matrix J, at least as high as wide, by its products with blocks of columns.
-
-    Attributes:
-        J: the matrix, with entries of order 1 at most.
-        exact: the same in float64, for blocks in which the triplets are formed.
-        square: `JᵀJ`, where products with it cost less.
-    """
-
-    J: Float[Tensor, "d_out d_in"]
-    exact: Float[Tensor, "d_out d_in"]
-    square: Float[Tensor, "d_in d_in"] | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows and columns of J."""
-        return self.J.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """J's own precision."""
-        return self.J.dtype
-
-    def times(self, V: Float[Tensor, "d_in n"]) -> Float[Tensor, "d_out n"]:
-        """Return `J V`, in the precision of V."""
-        return self._matrix(V.dtype) @ V
-
-    def transposed(self, U: Float[Tensor, "d_out n"]) -> Float[Tensor, "d_in n"]:
-        """Return `Jᵀ U`, in the precision of U."""
-        return self._matrix(U.dtype).mT @ U
-
-    def _matrix(self, dtype: torch.dtype) -> Float[Tensor, "d_out d_in"]:
-        return self.exact if dtype == torch.float64 else self.J
-
-
-@dataclass(frozen=True)
 class Triplets:
     """What the iteration found, in float64.
 
@@ -94,7 +58,11 @@ def krylov_width(k: int) -> int:
     return k + _SURPLUS
 
 
-def top_triplets(J: Products, k: int) -> Triplets | None:
+def top_triplets(
+    J: Float[Tensor, "d_out d_in"],
+    k: int,
+    square: Float[Tensor, "d_in d_in"] | None = None,
+) -> Triplets | None:
     """Return the k largest singular triplets of J.
 
     None where they are not reached for less than a full SVD. A space that holds them is
@@ -102,30 +70,42 @@ def top_triplets(J: Products, k: int) -> Triplets | None:
     else as a block Krylov space. The Rayleigh–Ritz step within it is in float64: it
     parts close singular values, and its residuals decide; where they are too large the
     search goes on, once.
+
+    Args:
+        J: at least as high as wide, with entries of order 1 at most.
+        k: how many triplets.
+        square: `JᵀJ`, where products with it cost less.
     """
-    if J.square is None:
+    if square is None:
         spaces = _krylov_spaces(J, k)
     else:
-        spaces = _filtered_spaces(J, J.square, k)
+        spaces = _filtered_spaces(J, square, k)
+    exact = J.double()
     for steps, space in itertools.islice(spaces, 2):
         V = _orthonormal(space.double())
-        triplets, largest_residual = _rayleigh_ritz(J, V, k, steps)
+        triplets, largest_residual = _rayleigh_ritz(
+            exact, V, k, steps, TOLERANCE[J.dtype]
+        )
         if triplets is None or float(triplets.residuals.max()) <= largest_residual:
             return triplets
     return None
 
 
-def _random_block(J: Products, width: int) -> Float[Tensor, "d_in width"]:
+def _random_block(
+    J: Float[Tensor, "d_out d_in"], width: int
+) -> Float[Tensor, "d_in width"]:
     """Return `Jᵀ` of random vectors: a share of every direction.
 
     The vectors are the same for all matrices of a shape, whatever was drawn.
     """
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(J.shape[0], width, generator=generator, dtype=J.dtype)
-    return J.transposed(random.to(J.J.device))
+    return J.mT @ random.to(J.device)
 
 
-def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
+def _krylov_spaces(
+    J: Float[Tensor, "d_out d_in"], k: int
+) -> Iterator[tuple[int, Tensor]]:
     """Yield steps and Ritz vectors of a block Krylov space of `JᵀJ`.
 
     Once k of them have converged, and again after that. The right half of Golub and
@@ -144,7 +124,7 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
     while (steps + 1) * width <= J.shape[1] // 2:
         basis = torch.cat([basis, block], 1)
         steps += 1
-        images = J.transposed(J.times(block))
+        images = J.mT @ (J @ block)
         column = basis.mT @ images
         T = torch.cat([torch.cat([T, column[:-width]], 1), column.mT])
         block, R = torch.linalg.qr(images - basis @ column)
@@ -165,7 +145,7 @@ def _krylov_spaces(J: Products, k: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _filtered_spaces(
-    J: Products, square: Float[Tensor, "d_in d_in"], k: int
+    J: Float[Tensor, "d_out d_in"], square: Float[Tensor, "d_in d_in"], k: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield steps and a block that holds the k triplets by its own estimates.
 
@@ -274,7 +254,11 @@ def _filtered(
 
 
 def _rayleigh_ritz(
-    J: Products, V: Float[Tensor, "d_in width"], k: int, steps: int
+    J: Float[Tensor, "d_out d_in"],
+    V: Float[Tensor, "d_in width"],
+    k: int,
+    steps: int,
+    tolerance: float,
 ) -> tuple[Triplets | None, float]:
     """Return the k largest triplets of J restricted to the columns of V.
 
@@ -283,8 +267,7 @@ def _rayleigh_ritz(
     and the end of the block too: with as many close singular values as the block is
     wide, a wrong triplet has a small residual.
     """
-    tolerance = TOLERANCE[J.dtype]
-    images = J.times(V)
+    images = J @ V
     squares, ritz_vectors = _descending(images.mT @ images)
     # Below that, left vectors from squares are not orthonormal to a tenth of the
     # tolerance.
@@ -296,7 +279,7 @@ def _rayleigh_ritz(
     S = values[:k]
     V = V @ ritz_vectors[:, :k]
     U = images @ ritz_vectors[:, :k] / S
-    residuals = torch.linalg.vector_norm(J.transposed(U) - V * S, dim=0) / S[0]
+    residuals = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0) / S[0]
     largest_residual = min(tolerance, max(tolerance / 4, float(gap) / 10))
     return Triplets(U, S, V, residuals, steps), largest_residual
 
