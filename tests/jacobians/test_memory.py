@@ -25,11 +25,16 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.blocks import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
+from tl_coupling.jacobians.budget import (
+    DEFAULT_OPTIONS,
+    Budget,
+    JacobianOptions,
+    MapSizes,
+    format_bytes,
+    n_bytes,
+)
 from tl_coupling.jacobians.decomposed import sharing_a_reading
-from tl_coupling.jacobians.memory import Budget, MapSizes, Needs
-from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
-from tl_coupling.jacobians.sizes import format_bytes, n_bytes
 from tl_coupling.studies.surveys import Settings, measure_prompts
 from tl_coupling.studies.surveys.units import Folder, Unit
 
@@ -65,17 +70,17 @@ def test_at_work_are_a_jacobian_and_the_svds_of_others() -> None:
     """Four rows of 8 bytes at a time, and an SVD of 12 matrices in each thread; their
     own matrices are there, and one that waits.
     """
-    needs = Needs(
+    budget = Budget(
         result=0,
         spectra=0,
         jacobians=0,
         matrix=100,
         seed_bytes=8,
-        chunk_size=4,
+        n_seeds=4,
         n_svds=3,
     )
-    assert needs.working == (4 * 8 + 100) + 3 * 12 * 100 + 4 * 100
-    assert replace(needs, n_svds=1).working == (4 * 8 + 100) + 12 * 100 + 2 * 100
+    assert budget.working == (4 * 8 + 100) + 3 * 12 * 100 + 4 * 100
+    assert replace(budget, n_svds=1).working == (4 * 8 + 100) + 12 * 100 + 2 * 100
 
 
 @pytest.mark.parametrize(("n_threads", "expected"), [(1, 1), (2, 1), (8, 4), (64, 30)])
@@ -84,7 +89,8 @@ def test_as_many_svds_at_once_as_threads_beside_the_one_of_the_jacobians(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
     sizes = MapSizes.from_trace(tiny_trace, n_rows=30, n_columns=30, k=4)
-    assert Needs.from_block(tiny_trace.blocks[0].call.module, sizes).n_svds == expected
+    block = tiny_trace.blocks[0].call.module
+    assert Budget.from_block(block, sizes, DEFAULT_OPTIONS).n_svds == expected
 
 
 @pytest.mark.parametrize(("n_that_fit", "expected"), [(0, 1), (3, 3), (math.inf, 4)])
@@ -94,7 +100,7 @@ def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
     of_one = 12 * 4 * tiny.D_MODEL**2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(
-        "tl_coupling.jacobians.memory._free_memory", lambda _: 2 * n_that_fit * of_one
+        "tl_coupling.jacobians.budget._free_memory", lambda _: 2 * n_that_fit * of_one
     )
     sizes = MapSizes.from_trace(tiny_trace, n_rows=30, n_columns=30, k=4)
     block = tiny_trace.blocks[0].call.module
@@ -109,8 +115,8 @@ def test_within_a_limit_as_many_jacobians_share_work_as_fit_beside_the_rest(
     sizes = MapSizes.from_trace(tiny_trace, n_rows=8, n_columns=8, k=4)
     sizes = replace(sizes, rows_are_columns=is_kept)
     block = tiny_trace.blocks[0].call.module
-    needs = Needs.from_block(block, sizes)
-    limit = needs.working_and_result + needs.jacobians + n_beside * needs.matrix
+    budget = Budget.from_block(block, sizes, DEFAULT_OPTIONS)
+    limit = budget.working_and_result + budget.jacobians + n_beside * budget.matrix
     options = JacobianOptions(max_memory=limit)
     assert Budget.from_block(block, sizes, options).n_sharing == expected
 

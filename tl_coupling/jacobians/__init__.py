@@ -4,6 +4,11 @@ Products with them never build the matrix; a plan says what they take.
 """
 
 # ruff: noqa: F401
+from tl_coupling.jacobians.budget import (
+    DEFAULT_OPTIONS,
+    JacobianOptions,
+    MemoryLimit,
+)
 from tl_coupling.jacobians.connections import (
     AnyFunction,
     Connection,
@@ -32,7 +37,6 @@ from tl_coupling.jacobians.jacobians import (
     block_jacobians,
     jacobians_of,
 )
-from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.parts import (
     BlockParts,
     block_parts,
@@ -40,7 +44,6 @@ from tl_coupling.jacobians.parts import (
 )
 from tl_coupling.jacobians.plan import Plan, plan
 from tl_coupling.jacobians.products import block_jvp, block_vjp
-from tl_coupling.jacobians.sizes import MemoryLimit
 
 __all__ = [
     "BlockDirections",

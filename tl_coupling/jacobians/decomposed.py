@@ -16,10 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
+from tl_coupling.jacobians.budget import (
+    DEFAULT_OPTIONS,
+    Budget,
+    JacobianOptions,
+    MapSizes,
+)
 from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
 from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
-from tl_coupling.jacobians.memory import Budget, MapSizes
-from tl_coupling.jacobians.options import DEFAULT_OPTIONS, JacobianOptions
 from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.spectra import (
     SimilarRanks,

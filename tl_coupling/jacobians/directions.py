@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.blocks import Trace
+from tl_coupling.jacobians.budget import JacobianOptions
 from tl_coupling.jacobians.connections import Connection
 from tl_coupling.jacobians.decomposed import decompose
-from tl_coupling.jacobians.options import JacobianOptions
 from tl_coupling.results import Saved
 from tl_coupling.spectra import check_k
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tl_coupling.blocks import Path, Trace
+from tl_coupling.jacobians.budget import fits_in_memory
 from tl_coupling.jacobians.connections import AnyFunction, Connection
-from tl_coupling.jacobians.memory import fits_in_memory
 from tl_coupling.jacobians.shelf import Shelf
 
 # What `BlockFunction.jacobians` gives: matrices, and the way to them.

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import Any
 
 from torch import nn
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.blocks import Trace
-from tl_coupling.jacobians.flops import flops_of_block
-from tl_coupling.jacobians.memory import MapSizes, Needs
-from tl_coupling.jacobians.sizes import MemoryLimit, format_bytes, n_bytes
+from tl_coupling.jacobians.budget import (
+    Budget,
+    JacobianOptions,
+    MapSizes,
+    MemoryLimit,
+    format_bytes,
+)
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra import fitting_k, flops_of_svd
 
@@ -144,15 +148,11 @@ def plan(
     n_layers = planned.n_layers
     k = fitting_k(k, d)
     n_pos = tokens or planned.n_pos
-    block = planned.blocks[0]
     # Blocks of one model are alike; the first stands for all.
-    needs = Needs.from_block(
-        block, MapSizes(d, planned.itemsize, n_layers, n_layers, k)
-    )
-    # Without a limit, what is free decides, as in `depth_coupling`.
-    limit = None if max_memory is None else n_bytes(max_memory)
-    if limit is not None:
-        needs = needs.limited(limit)
+    block = planned.blocks[0]
+    sizes = MapSizes(d, planned.itemsize, n_layers, n_layers, k)
+    options = JacobianOptions(max_memory=max_memory)
+    budget = Budget.from_block(block, sizes, options)
     flops = planned.flops_of_blocks(n_pos)
     flops["svd"] = n_layers * flops_of_svd(d, min(k + 1, d))
     flops["pairs"] = 2.0 * n_layers**2 * (k * d**2 + k**2 * d)
@@ -165,10 +165,10 @@ def plan(
         streamed=planned.is_streamed,
         weights=planned.held_itemsize * planned.n_weights,
         block=planned.block_bytes,
-        jacobians=needs.jacobians,
-        spilled=not needs.kept_in_memory(limit, block),
-        result=needs.result,
-        working=needs.spectra + needs.working,
+        jacobians=budget.jacobians,
+        spilled=not budget.keeps_in_memory,
+        result=budget.result,
+        working=budget.spectra + budget.working,
         flops=flops,
     )
 
@@ -179,7 +179,6 @@ class _Planned:
 
     Attributes:
         name: what results call it.
-        model: whose weights may be on `meta`.
         blocks: its blocks, which may run several times.
         cfg: its configuration, whoever made it.
         n_layers: how often a block runs in one pass.
@@ -192,7 +191,6 @@ class _Planned:
     """
 
     name: str
-    model: nn.Module
     blocks: Sequence[nn.Module]
     cfg: object
     n_layers: int
@@ -211,14 +209,14 @@ class _Planned:
         # The blocks are the list of modules with the most weights.
         sizes = [_size(modules) for modules in lists]
         blocks = list(lists[sizes.index(max(sizes))])
-        cfg = cast(_Config, model.config).get_text_config()
+        config: Any = model.config
+        cfg = config.get_text_config()
         return cls(
             name=name,
-            model=model,
             blocks=blocks,
             cfg=cfg,
             n_layers=len(blocks),
-            d_model=int(cfg.hidden_size),
+            d_model=_size_in(cfg, ("hidden_size",), default=0),
             n_pos=_DEFAULT_TOKENS,
             n_weights=_size(model),
             # Weights of a named model are converted to float32 as they are read.
@@ -237,11 +235,10 @@ class _Planned:
         held_itemsize = next(model.parameters()).element_size()
         return cls(
             name=_name(traced),
-            model=model,
             blocks=blocks,
             cfg=cfg,
             n_layers=trace.n_layers if trace else len(blocks),
-            d_model=trace.d_model if trace else int(cast(_Sizes, cfg).d_model),
+            d_model=trace.d_model if trace else _size_in(cfg, ("d_model",), default=0),
             n_pos=trace.n_pos if trace else _DEFAULT_TOKENS,
             n_weights=_size(model),
             is_streamed=facts_of(model).is_streamed,
@@ -276,27 +273,6 @@ class _Planned:
         return flops
 
 
-@runtime_checkable
-class _Sizes(Protocol):
-    """A configuration of TransformerLens."""
-
-    d_model: int
-
-
-@runtime_checkable
-class _TextConfig(Protocol):
-    """HuggingFace's configuration of a model that reads text."""
-
-    hidden_size: int
-
-
-@runtime_checkable
-class _Config(Protocol):
-    """HuggingFace's configuration of any model."""
-
-    def get_text_config(self) -> _TextConfig: ...
-
-
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
@@ -307,3 +283,116 @@ def _name(measured: Trace | nn.Module) -> str:
     loaded_as = facts_of(measured).loaded_as.get("model")
     cfg = getattr(measured, "cfg", None)
     return str(loaded_as or getattr(cfg, "model_name", type(measured).__name__))
+
+
+@dataclass(frozen=True)
+class _StandardBlock:
+    """Sizes of a block of attention and an MLP.
+
+    Attributes:
+        d_head: width of a head.
+        d_z: width of all heads together.
+        group: heads that share keys.
+        d_mlp: width of the MLP.
+        n_mlp: matrices of the MLP: two, or three if it is gated.
+    """
+
+    d_head: int
+    d_z: int
+    group: int
+    d_mlp: int
+    n_mlp: int
+
+    @classmethod
+    def from_block(
+        cls, block: nn.Module, cfg: object, d: int
+    ) -> "_StandardBlock | None":
+        """Return the sizes of a block whose matrices add up to them, or else None."""
+        n_heads = _size_in(cfg, ("n_heads", "num_attention_heads"), default=1)
+        d_head = _size_in(cfg, ("d_head", "head_dim"), default=d // n_heads)
+        n_shared = _size_in(
+            cfg, ("n_key_value_heads", "num_key_value_heads"), default=n_heads
+        )
+        d_mlp = _size_in(
+            cfg, ("d_mlp", "intermediate_size", "ffn_dim", "n_inner"), default=4 * d
+        )
+        matrices = [p for p in block.parameters() if p.ndim > 1]
+        entries_of_mlp = sum(
+            p.numel()
+            for p in matrices
+            if p.ndim == 2 and {d_mlp, 2 * d_mlp} & set(p.shape)
+        )
+        entries_of_attention = sum(p.numel() for p in matrices) - entries_of_mlp
+        joint = d_head * (n_heads + 2 * n_shared) * d
+        expected = joint + d_head * n_heads * d
+        # A bridge has joint matrices beside what it cut from them.
+        adds_up = any(
+            abs(entries_of_attention - entries) < 0.02 * entries
+            for entries in (expected, expected + joint)
+        )
+        n_mlp_of_entries = {2 * d * d_mlp: 2, 3 * d * d_mlp: 3, 5 * d * d_mlp: 3}
+        n_mlp = n_mlp_of_entries.get(entries_of_mlp)
+        if n_mlp is None or not adds_up:
+            return None
+        return cls(d_head, d_head * n_heads, n_heads // n_shared, d_mlp, n_mlp)
+
+
+def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
+    """Return the first of these sizes that a configuration has, above 0."""
+    for name in names:
+        size = getattr(cfg, name, None)
+        if isinstance(size, int) and size > 0:
+            return size
+    return default
+
+
+def flops_of_block(
+    block: nn.Module, cfg: object, d: int, n_pos: int
+) -> dict[str, float]:
+    """Return the flops of one block for one prompt and one token of it, by stage.
+
+    The stages are "trace", "gate" and "jacobians", as in `plan`.
+    """
+    sizes = _StandardBlock.from_block(block, cfg, d)
+    if sizes is None:
+        return _flops_of_unknown(block, d, n_pos)
+    is_parallel = getattr(cfg, "parallel_attn_mlp", False)
+    return _flops_of_standard(sizes, d, n_pos, is_parallel)
+
+
+def _flops_of_unknown(block: nn.Module, d: int, n_pos: int) -> dict[str, float]:
+    """Return an upper bound: every row goes through all weights."""
+    row = 2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1)
+    # q Kᵀ and P V, two flops for a multiplication and an addition each.
+    rows_meet = 4.0 * n_pos**2 * d
+    return {
+        "trace": n_pos * row + rows_meet,
+        "gate": 4 * n_pos * row + 5 * rows_meet,
+        # One backward pass of one row for each row of J.
+        "jacobians": d * row,
+    }
+
+
+def _flops_of_standard(
+    sizes: _StandardBlock, d: int, n_pos: int, is_parallel: bool
+) -> dict[str, float]:
+    d_head, d_z, group = sizes.d_head, sizes.d_z, sizes.group
+    # Keys and values are shared by a group of heads.
+    qkv = 2.0 * d * (d_z + 2 * d_z // group)
+    mlp = 2.0 * sizes.n_mlp * d * sizes.d_mlp
+    mlp_before = 2.0 * (sizes.n_mlp - 1) * d * sizes.d_mlp
+    attention = qkv + 2.0 * d * d_z
+    rows_meet = 4.0 * n_pos**2 * d_z
+    # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the MLP's
+    # Jacobian after attention's.
+    products = 2.0 * d**2 * (sizes.d_mlp + d_z + d * (not is_parallel))
+    # W_Q, W_K and W_V behind the gradients of q, k and v, and the rows that meet.
+    heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
+    return {
+        "trace": n_pos * (attention + mlp) + rows_meet,
+        # The backward pass of q Kᵀ and P V is two products for each.
+        "gate": 4 * (n_pos * attention + mlp) + 5 * rows_meet,
+        # The block on the token, and its queries, keys, values and what enters the
+        # MLP's nonlinearity once more.
+        "jacobians": products + heads + attention + mlp + qkv + mlp_before,
+    }

@@ -1,16 +1,17 @@
 """What a comparison needs in memory, and how it keeps within a limit."""
 
+import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import nn
 
 from tl_coupling.blocks import Trace, chunk_that_fits
-from tl_coupling.jacobians.options import JacobianOptions
-from tl_coupling.jacobians.sizes import format_bytes, n_bytes
 from tl_coupling.models import facts_of
+from tl_coupling.progress import Progress
 
 # Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
 # memory at once: measured.
@@ -18,6 +19,55 @@ _ACTIVATIONS = 4
 _OF_SVD = 12
 # Of the memory that is free, what Jacobians may take unless a limit is given.
 _SHARE = 0.5
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# Decimal units, as disks are sold, beside binary ones, as memory is.
+_UNITS |= {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def n_bytes(limit: int | str) -> int:
+    """Return a number of bytes, from a number or from a text such as "3GiB"."""
+    # A number alone is one of bytes.
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([A-Za-z]*)\s*", str(limit))
+    size = 0
+    if match and match[2] in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2]])
+    if size < 1:
+        raise ValueError(
+            'must be a number of bytes, or a text such as "3GiB" or "500MB", '
+            f"got {limit!r}"
+        )
+    return size
+
+
+def format_bytes(size: int | float) -> str:
+    """Return a number of bytes as a text for reading, such as "1.5 GiB"."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.3g} {unit}"
+    return f"{size:.3g} B"
+
+
+# How much memory may be taken: bytes, or "3GiB".
+MemoryLimit = Annotated[int | str, n_bytes]
+
+
+@dataclass(frozen=True)
+class JacobianOptions:
+    """How Jacobians are computed, as the public functions take it.
+
+    Attributes:
+        chunk_size: rows of a Jacobian to compute at a time; by default what fits.
+        max_memory: bytes, or a text such as "3GiB", for all that is computed.
+        progress: wraps the loop over Jacobians; by default a bar in a terminal or
+            notebook, `False` for none.
+    """
+
+    chunk_size: int | None = None
+    max_memory: int | str | None = None
+    progress: Progress | None = None
+
+
+DEFAULT_OPTIONS = JacobianOptions()
 
 
 @dataclass(frozen=True)
@@ -54,18 +104,23 @@ class MapSizes:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a comparison needs beside the model and the traced prompts, in bytes.
+class Budget:
+    """What a comparison takes, and how many it computes at a time to keep to a limit.
+
+    Bytes are those beside the model and the traced prompts.
 
     Attributes:
-        result: the matrices A of one prompt.
-        spectra: the columns' singular vectors, twice, because they are laid out anew,
-            and their images.
-        jacobians: those that are needed twice, as rows and as columns.
-        matrix: one Jacobian.
+        result: bytes of the matrices A of one prompt.
+        spectra: of the columns' singular vectors, twice, because they are laid out
+            anew, and their images.
+        jacobians: of those that are needed twice, as rows and as columns.
+        matrix: of one Jacobian.
         seed_bytes: what computing one row of a Jacobian takes.
-        chunk_size: rows that are computed at a time.
-        n_svds: Jacobians whose SVDs are taken at a time, each by a thread.
+        n_seeds: rows of a Jacobian that are computed at a time, as estimated.
+        n_svds: Jacobians that are decomposed at a time, each by a thread.
+        chunk_size: rows of a Jacobian that must be computed at a time, if limited.
+        n_sharing: Jacobians that may share work, if limited.
+        keeps_in_memory: whether those that are kept are kept in memory, or in a file.
     """
 
     result: int
@@ -73,13 +128,22 @@ class Needs:
     jacobians: int
     matrix: int
     seed_bytes: int
-    chunk_size: int
+    n_seeds: int
     n_svds: int
+    chunk_size: int | None = None
+    n_sharing: int | None = None
+    keeps_in_memory: bool = True
 
     @classmethod
-    def from_block(cls, block: nn.Module, sizes: MapSizes) -> "Needs":
-        """Return what maps of these sizes need, of a model with such blocks."""
-        d, itemsize = sizes.d_model, sizes.itemsize
+    def from_block(
+        cls, block: nn.Module, sizes: MapSizes, options: JacobianOptions
+    ) -> "Budget":
+        """Return what maps of these sizes take, of a model with such blocks.
+
+        Raises ValueError where they do not fit into `options.max_memory`.
+        """
+        d = sizes.d_model
+        itemsize = sizes.itemsize
         n_columns = sizes.n_prompts * sizes.n_columns
         n_kept = sizes.n_prompts * sizes.n_rows if sizes.rows_are_columns else 0
         # The longest row or column of the block's matrices is the widest activation; at
@@ -89,22 +153,33 @@ class Needs:
         width = max(4, -(-max(widths, default=0) // d))
         n_workers = max(1, torch.get_num_threads() // 2)
         n_pairs = sizes.n_rows * sizes.n_columns
-        return cls(
-            # A of every pair, `k²` numbers each, in as many orientations as there are maps.
+        budget = cls(
+            # A of every pair, `k²` numbers each, in as many orientations as there are
+            # maps.
             result=sizes.n_maps * n_pairs * sizes.k**2 * itemsize,
             spectra=5 * n_columns * sizes.k * d * itemsize,
             jacobians=n_kept * d * d * itemsize,
             matrix=d * d * itemsize,
             seed_bytes=_ACTIVATIONS * width * d * itemsize,
             # There are only d rows.
-            chunk_size=min(d, chunk_that_fits(width, d)),
+            n_seeds=min(d, chunk_that_fits(width, d)),
             n_svds=min(n_columns, n_workers),
+            chunk_size=options.chunk_size,
+        )
+        if options.max_memory is not None:
+            return budget._limited(n_bytes(options.max_memory))
+        free = _SHARE * _free_memory(torch.device("cpu"))
+        n_that_fit = free / (_OF_SVD * budget.matrix)
+        return replace(
+            budget,
+            n_svds=max(1, int(min(budget.n_svds, n_that_fit))),
+            keeps_in_memory=fits_in_memory(budget.jacobians, block),
         )
 
     @property
     def working(self) -> int:
         """What a Jacobian takes while it is computed, beside the SVDs of others."""
-        jacobian = self.chunk_size * self.seed_bytes + self.matrix
+        jacobian = self.n_seeds * self.seed_bytes + self.matrix
         svds = self.n_svds * _OF_SVD * self.matrix
         # The SVDs' own matrices, and the one that waits for a thread.
         waiting = (self.n_svds + 1) * self.matrix
@@ -115,74 +190,36 @@ class Needs:
         """All but the Jacobians that are kept."""
         return self.result + self.spectra + self.working
 
-    def limited(self, limit: int) -> "Needs":
-        """Return the needs with fewer rows and matrices at a time, where they must be.
+    def _limited(self, limit: int) -> "Budget":
+        """Return the budget with fewer rows and matrices at a time, where it must be.
 
         Raises ValueError where that is not enough.
         """
         # Halved together: neither alone is always what takes most.
-        needs = self
-        while needs.working_and_result > limit and (
-            needs.chunk_size > 1 or needs.n_svds > 1
+        budget = self
+        while budget.working_and_result > limit and (
+            budget.n_seeds > 1 or budget.n_svds > 1
         ):
-            needs = replace(
-                needs,
-                chunk_size=max(1, needs.chunk_size // 2),
-                n_svds=max(1, needs.n_svds // 2),
+            budget = replace(
+                budget,
+                n_seeds=max(1, budget.n_seeds // 2),
+                n_svds=max(1, budget.n_svds // 2),
             )
-        if (least := needs.working_and_result) > limit:
-            wanted = f"at least {format_bytes(least)} for this comparison"
+        free = limit - budget.working_and_result
+        if free < 0:
+            least = format_bytes(budget.working_and_result)
             raise ValueError(
-                f"`max_memory` must be {wanted}, got {format_bytes(limit)}"
+                f"`max_memory` must be at least {least} for this comparison, "
+                f"got {format_bytes(limit)}"
             )
-        return needs
-
-    def kept_in_memory(self, limit: int | None, block: nn.Module) -> bool:
-        """Say whether the Jacobians that are needed twice are kept in memory."""
-        if limit is not None:
-            return self.jacobians <= limit - self.working_and_result
-        return fits_in_memory(self.jacobians, block)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How many are computed at a time, so that a comparison keeps within its limit.
-
-    Attributes:
-        n_svds: Jacobians that are decomposed together.
-        chunk_size: rows of a Jacobian that are computed at a time, if limited.
-        n_sharing: Jacobians that may share work, if limited.
-        keeps_in_memory: whether those that are kept are kept in memory, or in a file.
-    """
-
-    n_svds: int
-    chunk_size: int | None
-    n_sharing: int | None
-    keeps_in_memory: bool
-
-    @classmethod
-    def from_block(
-        cls, block: nn.Module, sizes: MapSizes, options: JacobianOptions
-    ) -> "Budget":
-        """Return what maps of these sizes may take, of a model with such blocks."""
-        needs = Needs.from_block(block, sizes)
-        if options.max_memory is None:
-            keeps_in_memory = needs.kept_in_memory(None, block)
-            free = _SHARE * _free_memory(torch.device("cpu"))
-            n_that_fit = free / (_OF_SVD * needs.matrix)
-            n_svds = max(1, int(min(needs.n_svds, n_that_fit)))
-            return cls(n_svds, options.chunk_size, None, keeps_in_memory)
-        limit = n_bytes(options.max_memory)
-        needs = needs.limited(limit)
-        keeps_in_memory = needs.kept_in_memory(limit, block)
-        free_bytes = limit - needs.working_and_result
+        keeps_in_memory = budget.jacobians <= free
         if keeps_in_memory:
-            free_bytes -= needs.jacobians
-        return cls(
-            n_svds=needs.n_svds,
-            chunk_size=options.chunk_size or needs.chunk_size,
+            free -= budget.jacobians
+        return replace(
+            budget,
+            chunk_size=budget.chunk_size or budget.n_seeds,
             # One is part of the working memory; those that share work are held together.
-            n_sharing=1 + free_bytes // needs.matrix,
+            n_sharing=1 + free // budget.matrix,
             keeps_in_memory=keeps_in_memory,
         )
 
