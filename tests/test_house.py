@@ -54,6 +54,7 @@ SHOWN_ALL_THE_SAME = {"Trace"}
 CALLED_BY_PICTURES = {
     "attention_sinks": "which tokens are left out of a picture's limits",
     "change_and_predictors": "rows of a result, side by side",
+    "check_alike": "refuses portraits that one page cannot show side by side",
     "check_k": "refuses a k that a result does not hold",
     "check_redundancy": "refuses a dataset that is no result of redundancy",
     "covariate_lines": "made where its caller has not made it",

@@ -97,14 +97,24 @@ def test_two_models_under_one_label_are_not_averaged(
     second_model = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
     trace = tlc.trace(second_model, PROMPTS[1])
     message = (
-        "must be of one model, got two of different weights, both called '.*': "
-        "take the mean of each alone"
+        "must be of one model.* got two models of different weights, "
+        "both called '.*': take each alone"
     )
     of_maps = partial(MeanCouplingMap.over, [maps[0], tlc.depth_coupling(trace, K)])
     traces = [tlc.trace(model, PROMPTS[0]), trace]
     of_traces = partial(tlc.mean_depth_coupling, traces, K)
     with pytest.raises(ValueError, match=message):
         (of_maps if quantity == "map" else of_traces)()
+
+
+@pytest.mark.parametrize("fact", ["hooks", "part", "quantization", "fixed"])
+def test_maps_that_were_made_in_different_ways_are_not_averaged(maps, fact):
+    first, second = maps[:2]
+    made_otherwise = dataclasses.replace(
+        second, provenance=second.provenance | {fact: "another"}
+    )
+    with pytest.raises(ValueError, match=f"the same {fact}, got .* and 'another'"):
+        MeanCouplingMap.over([first, made_otherwise])
 
 
 def test_a_model_is_itself_in_another_dtype(maps, tokenizer_folder):

@@ -81,7 +81,7 @@ def test_bad_input_says_what_was_wanted(
         (lambda: html_report({}), "`runs` is empty"),
         (
             lambda: html_report(runs | {"x": tlc.portrait(tiny_trace, k=(4, 8))}),
-            "same tokens, 'x' has",
+            "'x' must have the same tokens, got",
         ),
         (
             lambda: html_report(runs | {"x": replace(runs["trained"], ks=(4,))}),

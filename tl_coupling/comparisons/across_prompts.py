@@ -11,12 +11,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
-from tl_coupling.comparisons.one_model import (
-    DifferentPrompts,
-    check_one_model,
-    common_facts,
-    prompt_name,
-)
+from tl_coupling.comparisons.different_prompts import DifferentPrompts, prompt_name
 from tl_coupling.comparisons.pairs import as_trace
 from tl_coupling.jacobians import (
     Connection,
@@ -318,7 +313,7 @@ def prompt_coupling(
         (torch.Size([1, 4, 4]), 0.293)
     """
     traced = [as_trace(item) for item in traces]
-    _check_comparable(traced)
+    different = _different(traced)
     k = fitting_k(k, traced[0].d_model)
     # One layer keeps its axis in the result.
     if isinstance(layers, int):
@@ -334,10 +329,6 @@ def prompt_coupling(
         layer_pairs.append(_compared(decomposed, k))
         for prompt_paths, prompt_jacobian in zip(paths, decomposed, strict=True):
             prompt_paths.update(prompt_jacobian.paths)
-    # Each once; more are added while a trace is measured.
-    remarks = dict.fromkeys(
-        text for trace in traced for text in trace.provenance.get("remarks", ())
-    )
     return PromptCoupling(
         matrices=torch.stack([pairs.matrices for pairs in layer_pairs]),
         write_cosines=torch.stack([pairs.write_cosines for pairs in layer_pairs]),
@@ -349,9 +340,7 @@ def prompt_coupling(
         prompts=tuple(prompt_name(trace) for trace in traced),
         positions=tuple(positions),
         provenance={
-            **_common_provenance(traced),
-            "prompts": [prompt_name(trace) for trace in traced],
-            "remarks": list(remarks),
+            **different.provenance,
             "str_tokens_at_position": [
                 trace.str_tokens[t] for trace, t in zip(traced, positions, strict=True)
             ],
@@ -411,29 +400,17 @@ def _compared(decomposed: Sequence[Decomposed], k: int) -> _LayerPairs:
     )
 
 
-def _check_comparable(traces: Sequence[Trace]) -> None:
-    """Raise ValueError for fewer than two prompts, for one twice, and unless all are of
-    one model, traced in one way.
+def _different(traces: Sequence[Trace]) -> DifferentPrompts:
+    """Return the prompts; ValueError for fewer than two, for one twice, and unless all
+    are of one model, traced in one way.
     """
     if len(traces) < 2:
         raise ValueError(
             f"`traces` must be of at least two prompts, got {len(traces)}: coupling "
             "across prompts compares them"
         )
-    first = traces[0].provenance
     # A prompt that came twice would make a pair of equal Jacobians.
     prompts = DifferentPrompts()
     for trace in traces:
-        check_one_model(first, trace.provenance, "traces")
         prompts.add_traced(trace)
-
-
-def _common_provenance(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Return what the provenances of all traces say alike.
-
-    What differs, such as the texts, is listed by prompt in the result.
-    """
-    common: dict[str, Any] = dict(traces[0].provenance)
-    for trace in traces[1:]:
-        common = common_facts(common, trace.provenance)
-    return common
+    return prompts

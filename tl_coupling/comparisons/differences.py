@@ -12,9 +12,8 @@ from torch import Tensor
 from tl_coupling.arguments import Count, checked, made_by, warn_caller
 from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
-from tl_coupling.comparisons.one_model import check_one_model
 from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, check_one_model
 from tl_coupling.statistics import (
     LEVEL,
     Difference,

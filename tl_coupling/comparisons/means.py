@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons.maps import CouplingMap, Options, PerPair
-from tl_coupling.comparisons.one_model import common_facts
 from tl_coupling.measures import (
     MEASURES,
     AnyMeasure,
@@ -20,19 +19,11 @@ from tl_coupling.measures import (
     measures_at_every_k,
     nulls_at_every_k,
 )
+from tl_coupling.results import check_alike, check_one_model, joined_provenance
 
-# What all maps must have in common for a mean; of the provenance, and of the map.
-_TRACE_FACTS = (
-    "model",
-    "checkpoint",
-    "untrained",
-    "architecture",
-    "weight_processing",
-    "final_norm",
-    "fixed",
-    "normalising_layers",
-)
 _MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
+# What all maps must have in common for a mean, beside the model.
+_ALIKE = ("fixed", "normalising_layers", *_MAP_FACTS)
 _END_POSITIONS = "positions from the end"
 # What maps of two prompts say alike, by name.
 Facts = dict[str, Any]
@@ -101,8 +92,8 @@ class MeanCouplingMap(CouplingMap):
         An iterator is read one map at a time.
 
         Raises:
-            ValueError: no map; maps of different models, layers, positions, k or
-                orientation; a mean among them.
+            ValueError: no map; maps of different models, or traced in several ways; of
+                different layers, positions, k or orientation; a mean among them.
 
         Example:
             >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
@@ -112,28 +103,24 @@ class MeanCouplingMap(CouplingMap):
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """
         prompts: list[str | None] = []
-        # A dictionary as an ordered set: each remark once, as it first came.
-        remarks: dict[str, None] = {}
-        common: Facts = {}
+        facts: list[Facts] = []
         moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
         for result in maps:
             _check_is_of_one_prompt(result)
-            facts = _facts(result)
-            # The first map has everything in common with itself.
-            common = _common_facts(common or facts, facts)
+            facts.append(_facts(result))
+            check_one_model(facts[0], facts[-1], "maps")
+            check_alike(facts[0], facts[-1], _ALIKE, "the maps must have")
             prompts.append(result.provenance.get("prompt"))
-            remarks |= dict.fromkeys(result.provenance.get("remarks", ()))
             moments.add(_averaged(result))
         if not prompts:
             raise ValueError(
                 "there are no maps to take the mean of: wanted at least one"
             )
         # `result` is the last map from here on: it has what all have alike.
+        common = joined_provenance(facts, prompts)
         row_positions, col_positions = _common_positions(common)
-        provenance = {
-            name: fact for name, fact in common.items() if name in result.provenance
-        }
-        provenance |= {"prompts": prompts, "remarks": list(remarks)}
+        names = {*result.provenance, "prompts", "remarks"}
+        provenance = {name: fact for name, fact in common.items() if name in names}
         tensors = moments.means | {
             "spreads": moments.standard_deviation("means"),
             "spreads_of_mean": moments.standard_deviation("mean_over_pairs"),
@@ -280,28 +267,6 @@ def _facts(result: CouplingMap) -> Facts:
         "positions": positions,
         _END_POSITIONS: end_positions,
     }
-
-
-def _common_facts(common: Facts, facts: Facts) -> Facts:
-    """Return what one more map has in common with all before.
-
-    Raises ValueError where it differs in what a mean needs to be of one thing.
-    """
-    for name in (*_TRACE_FACTS, *_MAP_FACTS):
-        if common.get(name) != facts.get(name):
-            raise ValueError(
-                f"the maps must have the same {name}, "
-                f"got {common.get(name)!r} and {facts.get(name)!r}"
-            )
-    digests = {common.get("weights_digest"), facts.get("weights_digest")}
-    # Maps of earlier versions, and of streamed models, do not say.
-    if len(digests - {None}) > 1:
-        raise ValueError(
-            "the maps must be of one model, got two of different weights, "
-            f"both called {facts.get('model')!r}: "
-            "take the mean of each alone, and give each a `label` of its own"
-        )
-    return common_facts(common, facts)
 
 
 def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:

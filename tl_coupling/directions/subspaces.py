@@ -13,11 +13,8 @@ from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import (
     DifferentPrompts,
     as_trace,
-    check_one_model,
-    common_facts,
     decomposed_layers,
     depth_maps,
-    prompt_name,
 )
 from tl_coupling.directions.interventions import (
     Hook,
@@ -252,9 +249,7 @@ def shared_subspace(
         layers=tuple(sums.layers),
         k=k,
         provenance={
-            **sums.common,
-            "prompts": sums.names,
-            "remarks": list(sums.remarks),
+            **sums.prompts.provenance,
             "n_prompts": sums.n_prompts,
             "position": position,
             "weights": weights,
@@ -283,30 +278,19 @@ class _Sums:
 
     Attributes:
         layers: the blocks.
-        first: the provenance of the first prompt, with which the others must be of one
-            model.
-        common: what the provenances of all prompts say alike.
         G: sums of projectors, of even and of odd prompts, `[half side d d]`.
         energies: sums of `JᵀJ` and of `JJᵀ`, `[side layer d d]`.
         streams: what each block read and wrote at all tokens but the first.
-        n_prompts: how many there were.
         weight: sum of the weights of all blocks.
         prompts: those that were added.
-        names: of the prompts.
-        remarks: on any of the prompts, each once.
     """
 
     layers: list[int]
-    first: dict[str, Any]
-    common: dict[str, Any]
     G: Float[Tensor, "2 2 d d"]
     energies: Float[Tensor, "2 n_layers d d"]
     streams: list[Float[Tensor, "2 n_layers n_tokens d"]]
-    n_prompts: int = 0
     weight: float = 0.0
     prompts: DifferentPrompts = field(default_factory=DifferentPrompts)
-    names: list[str] = field(default_factory=list)
-    remarks: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, traced: Trace, layers: Sequence[int] | None) -> "_Sums":
@@ -318,8 +302,6 @@ class _Sums:
         d = traced.d_model
         return cls(
             indices,
-            dict(traced.provenance),
-            dict(traced.provenance),
             torch.zeros(2, 2, d, d, dtype=torch.float64),
             torch.zeros(2, len(indices), d, d),
             [],
@@ -328,6 +310,10 @@ class _Sums:
     @property
     def d_model(self) -> int:
         return self.G.shape[-1]
+
+    @property
+    def n_prompts(self) -> int:
+        return len(self.prompts)
 
     def add(self, traced: Trace, k: int, position: int, weights: Weights) -> None:
         """Add one prompt."""
@@ -339,7 +325,7 @@ class _Sums:
         leading = decomposed.leading
         layer_weights = _weights_of(decomposed, weights)
         # Prompts go to the two halves in turn, see `cosines`.
-        half = self.n_prompts % 2
+        half = (self.n_prompts - 1) % 2
         for side, frame in enumerate((leading.Vh.mT, leading.U)):
             columns = frame.double().cpu()
             # `Σ_l w_l V_l V_lᵀ`, over the layers of this prompt.
@@ -352,15 +338,9 @@ class _Sums:
             self.energies[0, i] += J.mT @ J
             self.energies[1, i] += J @ J.mT
         self.streams.append(_streams(traced, self.layers))
-        self.common = common_facts(self.common, traced.provenance)
-        self.names.append(prompt_name(traced))
-        # Complete by now: remarks are added while a trace is measured.
-        self.remarks |= dict.fromkeys(traced.provenance.get("remarks", ()))
-        self.n_prompts += 1
         self.weight += float(layer_weights.sum())
 
     def _check(self, traced: Trace) -> None:
-        check_one_model(self.first, traced.provenance, "traces")
         self.prompts.add_traced(traced)
         for layer in self.layers:
             if traced.blocks[layer].remark_on_norms():

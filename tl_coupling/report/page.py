@@ -36,6 +36,7 @@ from tl_coupling.report.parts import (
     table,
 )
 from tl_coupling.report.patches import patch_sections, shown_picture
+from tl_coupling.results import check_alike
 
 # Layers of a map whose brightest columns are worth naming.
 _FEWEST_COLUMNS = 8
@@ -73,7 +74,13 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
         raise ValueError("`runs` is empty: wanted at least one Portrait")
     first = next(iter(runs.values()))
     for name, run in runs.items():
-        _check_same(first, run, name)
+        expected = _shared_facts(first)
+        check_alike(
+            expected,
+            _shared_facts(run),
+            expected,
+            f"the first run and {name!r} must have",
+        )
     script = circuitsvis_script()
     # The page's security policy allows the script with this digest and no other.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -108,17 +115,6 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
     # A lone surrogate (half a character, from a tokenizer of bytes) has no UTF-8.
     page = html_report(runs).encode("utf-8", "xmlcharrefreplace")
     return write_atomically(path, lambda unfinished: unfinished.write_bytes(page))
-
-
-def _check_same(first: Portrait, run: Portrait, name: str) -> None:
-    """Raise ValueError where two runs have nothing in common that a page needs."""
-    expected = _shared_facts(first)
-    for quantity, value in _shared_facts(run).items():
-        if value != expected[quantity]:
-            raise ValueError(
-                f"wanted runs of the same {quantity}, {name!r} has {value}, "
-                f"the first {expected[quantity]}"
-            )
 
 
 def _shared_facts(run: Portrait) -> dict[str, object]:

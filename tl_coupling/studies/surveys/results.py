@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tl_coupling.arguments import AnyPath, checked, warn_caller
+from tl_coupling.results import common_facts, differing_facts
 from tl_coupling.studies.surveys.checkpoints import Checkpoint, step_order
 from tl_coupling.studies.surveys.records import (
     FILES,
@@ -166,7 +167,7 @@ def joined_units(folder: Folder, units: Sequence[Unit]) -> "xarray.Dataset":
     data = data.reindex(prompt=list(ids), checkpoint=labels)
     data = data.assign_coords(task=("prompt", task_names), text=("prompt", list(texts)))
     sources = {unit.subject["model"]: unit.subject["source"]["name"] for unit in units}
-    common = _common(provenances.values())
+    common = common_facts(*provenances.values())
     # Which checkpoint it was is a coordinate.
     common.pop("checkpoint", None)
     data = data.assign_attrs(models=json.dumps(sources), provenance=json.dumps(common))
@@ -227,16 +228,12 @@ def _attach_differences(
     That is what differs between units of one model and checkpoint, or what usually is
     the same for all. Warns where there is any.
     """
-    differing = _SAME_FOR_ALL - _common(provenances.values()).keys()
+    differing = set(differing_facts(list(provenances.values()), _SAME_FOR_ALL))
     for units in cells.values():
         cell_provenances = [provenances[unit] for unit in units]
-        common_keys = _common(cell_provenances).keys()
-        for provenance in cell_provenances:
-            differing |= provenance.keys() - common_keys
-        digests = {provenance.get(_WEIGHTS) for provenance in cell_provenances}
-        # Units without a digest are no sign of other weights.
-        if None in digests:
-            differing -= {_WEIGHTS}
+        differing.update(
+            differing_facts(cell_provenances, set().union(*cell_provenances))
+        )
     if not differing:
         return data
     names = sorted(differing)
@@ -335,13 +332,3 @@ def _memory() -> int:
     # Not on Windows.
     except (AttributeError, ValueError):
         return 8 << 30
-
-
-def _common(provenances: Iterable[Provenance]) -> Provenance:
-    """Return the entries that are the same in all."""
-    first, *other_provenances = provenances
-    return {
-        key: value
-        for key, value in first.items()
-        if all(provenance.get(key) == value for provenance in other_provenances)
-    }

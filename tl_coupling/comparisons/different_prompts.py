@@ -1,63 +1,12 @@
-"""Whether results are of one model that was traced in one way, and of prompts that
-differ.
-"""
+"""Prompts of one model that must differ, and what their traces have in common."""
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
-
-# What provenances of one model, traced in one way, have in common.
-_MODEL_FACTS = (
-    "model",
-    "checkpoint",
-    "untrained",
-    "quantization",
-    "architecture",
-    "weight_processing",
-    "weights_digest",
-    "spliced",
-    "final_norm",
-    "hooks",
-    # Of a block: what `part_coupling` compares.
-    "part",
-)
-# None where it is not known: of streamed models, and of results of earlier versions.
-_UNKNOWN_IS_NONE = ("weights_digest",)
-
-
-def check_one_model(
-    first: Mapping[str, Any], other: Mapping[str, Any], name: str
-) -> None:
-    """Raise ValueError unless two provenances are of one model, traced in one way.
-
-    Args:
-        first: the provenance of the first result.
-        other: that of another one.
-        name: the argument that holds both, for the error.
-    """
-    for fact in _MODEL_FACTS:
-        values = (first.get(fact), other.get(fact))
-        # A digest that is not known contradicts no other.
-        if fact in _UNKNOWN_IS_NONE and None in values:
-            continue
-        if values[0] != values[1]:
-            raise ValueError(
-                f"`{name}` must be of one model, traced in one way: of the same {fact}, "
-                f"got {values[0]!r} and {values[1]!r}"
-            )
-
-
-def common_facts(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a provenance that another one holds too, and alike."""
-    return {
-        name: fact
-        for name, fact in first.items()
-        if name in other and other[name] == fact
-    }
+from tl_coupling.results import check_one_model, joined_provenance
 
 
 class DifferentPrompts:
@@ -67,6 +16,18 @@ class DifferentPrompts:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+        self._provenances: list[dict[str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Of a result over all traced prompts.
+
+        Ask for it when all are measured: remarks are added until then.
+        """
+        return joined_provenance(self._provenances, list(self._names.values()))
 
     def add(self, name: str, content: Tensor) -> None:
         """Take a prompt; raise ValueError where it came before.
@@ -87,7 +48,9 @@ class DifferentPrompts:
         self._names[digest] = name
 
     def add_traced(self, trace: Trace) -> None:
-        """Take a traced prompt, as `add` does."""
+        """Take a traced prompt, as `add` does; ValueError for one of another model."""
+        self._provenances.append(trace.provenance)
+        check_one_model(self._provenances[0], trace.provenance, "traces")
         # An image is told by what the model reads of it, before any block.
         content = trace.pixels
         if content is None and trace.is_streamed:
