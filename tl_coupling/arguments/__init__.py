@@ -15,7 +15,6 @@ from tl_coupling.arguments.annotations import (
     Text,
     at_least,
 )
-from tl_coupling.arguments.caller import warn_caller
 from tl_coupling.arguments.checking import check_text, checked
 from tl_coupling.arguments.kinds import made_by
 from tl_coupling.arguments.measuring import (
@@ -24,6 +23,7 @@ from tl_coupling.arguments.measuring import (
     measuring,
     others_measuring,
 )
+from tl_coupling.arguments.messages import warn_caller
 
 __all__ = [
     "FLOAT_DTYPES",

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tl_coupling.arguments.annotations import Text
-from tl_coupling.arguments.argument import Argument, Kind, Sizes, WrongType
-from tl_coupling.arguments.kinds import kind_of
+from tl_coupling.arguments.kinds import Argument, Kind, Sizes, WrongType, kind_of
 from tl_coupling.arguments.measuring import is_measured, measure_members, measuring
-from tl_coupling.arguments.words import described
+from tl_coupling.arguments.messages import described
 
 _Public = TypeVar("_Public", bound=Callable[..., object])
 

@@ -9,6 +9,7 @@ import operator
 import os
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import (
     Callable,
     Iterator,
@@ -19,15 +20,14 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from jaxtyping import AbstractArray
 from torch import Tensor, nn
 
-from tl_coupling.arguments.argument import Argument, Kind, WrongType
-from tl_coupling.arguments.arrays import ArrayKind
-from tl_coupling.arguments.words import counted, described
+from tl_coupling.arguments.messages import counted, described, format_shape
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -55,6 +55,54 @@ def made_by(call: str) -> Callable[[_Class], _Class]:
     return record
 
 
+class WrongType(Exception):
+    """A value has the wrong type; the message is a hint at what to do, or empty."""
+
+
+class Size(NamedTuple):
+    """The lengths of a named axis, or of the axes that `*name` stands for.
+
+    `source` is the argument that set them.
+    """
+
+    lengths: list[int]
+    source: str
+
+
+# Of the axes that were named in a call so far.
+Sizes = dict[str, Size]
+
+
+class Argument(NamedTuple):
+    """A value that was passed to a function, or an item of one.
+
+    `sizes` holds the axes of the arguments that were checked before, and belongs to the
+    whole call.
+    """
+
+    value: object
+    name: str
+    sizes: Sizes
+
+
+class Kind(ABC):
+    """What an annotation asks for."""
+
+    @abstractmethod
+    def take(self, argument: Argument) -> object:
+        """Return the value, converted where it is clear what is meant.
+
+        Raises:
+            WrongType: the value has the wrong type.
+            ValueError: it has a wrong shape, or is excluded; the message continues a
+                sentence that begins with the name of the argument.
+        """
+
+    @abstractmethod
+    def words(self, several: bool = False) -> str:
+        """Return what is accepted in words, in the singular or in the plural."""
+
+
 @dataclass(frozen=True)
 class _Simple(Kind):
     """A value of one of Python's simple types, or of the same type in numpy."""
@@ -62,7 +110,7 @@ class _Simple(Kind):
     singular: str
     plural: str
     accepted: type | tuple[type, ...]
-    convert: Callable[[Any], object]
+    convert: Callable[[Any], object] | None = None
     is_number: bool = False
 
     def take(self, argument: Argument) -> object:
@@ -78,23 +126,19 @@ class _Simple(Kind):
         is_truth_value = isinstance(value, bool | np.bool_)
         if not isinstance(value, self.accepted) or (self.is_number and is_truth_value):
             raise WrongType
-        return self.convert(value)
+        return value if self.convert is None else self.convert(value)
 
     def words(self, several: bool = False) -> str:
         """Return as in "a whole number"."""
         return self.plural if several else self.singular
 
 
-def _as_it_is(value: object) -> object:
-    return value
-
-
-_ANYTHING = _Simple("anything", "anything", object, _as_it_is)
-_NONE = _Simple("None", "None", types.NoneType, _as_it_is)
+_ANYTHING = _Simple("anything", "anything", object)
+_NONE = _Simple("None", "None", types.NoneType)
 _TRUTH = _Simple("True or False", "booleans", (bool, np.bool_), bool)
 _WHOLE = _Simple("a whole number", "whole numbers", Integral, int, is_number=True)
 _NUMBER = _Simple("a number", "numbers", Real, float, is_number=True)
-_TEXT = _Simple("a string", "strings", str, _as_it_is)
+_TEXT = _Simple("a string", "strings", str)
 _SIMPLE: dict[object, _Simple] = {
     Any: _ANYTHING,
     inspect.Parameter.empty: _ANYTHING,
@@ -226,7 +270,7 @@ class _List(Kind):
         # A text is a sequence of characters, and hardly meant so.
         if not isinstance(items, Sequence) or isinstance(items, str | bytes):
             raise WrongType
-        taken = [self.item.take(argument.item(item)) for item in items]
+        taken = [self.item.take(argument._replace(value=item)) for item in items]
         if self.becomes_tuple:
             return tuple(taken)
         # The caller's own sequence, where nothing had to be converted: it may have
@@ -260,16 +304,13 @@ class _Instance(Kind):
 
     def words(self, several: bool = False) -> str:
         """Return as in "a CouplingMap", a foreign class with its package."""
-        return counted(self._noun, "", several)
-
-    @property
-    def _noun(self) -> str:
-        if self.cls in _NOUNS:
-            return _NOUNS[self.cls]
+        noun = self.cls.__name__
         package = self.cls.__module__.partition(".")[0]
-        if package in ("tl_coupling", "builtins"):
-            return self.cls.__name__
-        return f"{package}.{self.cls.__name__}"
+        if self.cls in _NOUNS:
+            noun = _NOUNS[self.cls]
+        elif package not in ("tl_coupling", "builtins"):
+            noun = f"{package}.{noun}"
+        return counted(noun, "", several)
 
 
 class _Mapping(Kind):
@@ -301,6 +342,145 @@ class _Mapping(Kind):
         return counted("mapping", f" from {keys} to {values}", several)
 
 
+class _Axis(NamedTuple):
+    """One name in a shape.
+
+    Of jaxtyping's marks, `*` stands for any number of axes, and `#` for axes that may
+    be 1 or missing, as in broadcasting.
+    """
+
+    name: str
+    is_variadic: bool
+    broadcasts: bool
+
+    @property
+    def shown(self) -> str:
+        """The axis in an error message."""
+        return "…" if self.is_variadic else self.name.replace("_plus_1", "+1")
+
+
+class _Array(Kind):
+    """A tensor or an array of some dtypes, with named axes."""
+
+    def __init__(self, annotation: type[AbstractArray]) -> None:
+        self.is_tensor = annotation.array_type is Tensor
+        self.dtypes = annotation.dtypes
+        self.axes = [
+            _Axis(dim.strip("*#"), "*" in dim, "#" in dim)
+            for dim in annotation.dim_str.split()
+        ]
+
+    def take(self, argument: Argument) -> Tensor | np.ndarray:
+        """Return a tensor or array of the wanted kind, and note the sizes of its axes.
+
+        numpy arrays become tensors where these are wanted; lists and whole numbers
+        become arrays of floating-point numbers where those are.
+        """
+        value = argument.value
+        array = _torch_tensor(value) if self.is_tensor else _numpy_array(value)
+        if str(array.dtype).removeprefix("torch.") not in self.dtypes:
+            is_real = isinstance(value, Tensor) and not value.is_complex()
+            # Whole numbers or booleans in place of floating-point ones: what to do is
+            # clear.
+            if self.is_tensor and self._is_floating and is_real:
+                raise WrongType("convert it with `.float()` or `.double()`")
+            raise WrongType
+        argument.sizes.update(self._sizes(list(array.shape), argument))
+        return array
+
+    def _sizes(self, shape: list[int], argument: Argument) -> Sizes:
+        """Return the known sizes and those of this shape.
+
+        Raises ValueError where an axis has another size than in an earlier argument.
+        """
+        # How many axes the variadic name stands for, if there is one.
+        n_spread = len(shape) - len(self.axes) + 1
+        has_variadic = any(axis.is_variadic for axis in self.axes)
+        if n_spread < 0 or (n_spread != 1 and not has_variadic):
+            raise ValueError(
+                f"must have shape {self._shape}, got {format_shape(shape)}"
+            )
+        # A copy: a shape that does not fit must leave no sizes behind.
+        sizes = dict(argument.sizes)
+        start = 0
+        for axis in self.axes:
+            n_axes = n_spread if axis.is_variadic else 1
+            lengths = shape[start : start + n_axes]
+            start += n_axes
+            # The first argument that names an axis sets its size.
+            size = sizes.setdefault(axis.name, Size(lengths, argument.name))
+            fits = lengths == size.lengths or (
+                axis.broadcasts and _broadcasts(lengths, size.lengths)
+            )
+            if not fits:
+                source = ""
+                if size.source != argument.name:
+                    source = f" with {_sizes_in_words(axis, size)}"
+                raise ValueError(
+                    f"must have shape {self._shape}{source}, got {format_shape(shape)}"
+                )
+        return sizes
+
+    def words(self, several: bool = False) -> str:
+        """Return as in "a floating-point torch tensor [n k]"."""
+        content = ""
+        if self._is_floating:
+            content = "floating-point "
+        elif "int32" in self.dtypes:
+            content = "integer "
+        noun = "torch tensor" if self.is_tensor else "array"
+        return counted(f"{content}{noun}", f" {self._shape}", several)
+
+    @property
+    def _is_floating(self) -> bool:
+        return "float32" in self.dtypes
+
+    @property
+    def _shape(self) -> str:
+        return format_shape(axis.shown for axis in self.axes)
+
+
+def _numpy_array(value: object) -> np.ndarray:
+    """Return a value as an array of numpy, in which whole numbers are floating-point."""
+    try:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu()
+        array = np.asarray(value)
+    except (TypeError, ValueError):
+        raise WrongType from None
+    # A list such as [1, 2] means numbers, of whatever kind.
+    return array.astype(float) if array.dtype.kind in "iu" else array
+
+
+def _torch_tensor(value: object) -> Tensor:
+    """Return a tensor as it is, and a numpy array as a tensor if torch has its dtype."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray):
+        raise WrongType
+    # torch has neither texts nor objects, nor numbers of more than 64 bits.
+    if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+        raise WrongType
+    # A copy: torch refuses arrays that are read-only, reversed or in foreign byte
+    # order.
+    return torch.from_numpy(value.astype(value.dtype.newbyteorder("=")).copy())
+
+
+def _broadcasts(lengths: list[int], target: list[int]) -> bool:
+    """Say whether axes of these lengths broadcast to axes of the target's."""
+    # The last axes correspond.
+    pairs = zip(reversed(lengths), reversed(target), strict=False)
+    return len(lengths) <= len(target) and all(
+        length in (1, target_length) for length, target_length in pairs
+    )
+
+
+def _sizes_in_words(axis: _Axis, size: Size) -> str:
+    """Return as in "n = 3 as in `x`"."""
+    lengths = format_shape(size.lengths) if axis.is_variadic else size.lengths[0]
+    return f"{axis.name} = {lengths} as in `{size.source}`"
+
+
 def kind_of(annotation: Any) -> Kind:
     """Return the kind of values that an annotation asks for."""
     # In this order: `bool` and `int` are classes as well, and would be read as
@@ -308,7 +488,7 @@ def kind_of(annotation: Any) -> Kind:
     if annotation in _SIMPLE:
         return _SIMPLE[annotation]
     if inspect.isclass(annotation) and issubclass(annotation, AbstractArray):
-        return ArrayKind(annotation)
+        return _Array(annotation)
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is Annotated:

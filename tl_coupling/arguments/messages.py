@@ -1,6 +1,8 @@
-"""The words in which error messages describe values and shapes."""
+"""What users are told: values and shapes in words, warnings at their own line."""
 
 import reprlib
+import sys
+import warnings
 from collections.abc import Iterable
 from numbers import Real
 
@@ -8,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Packages whose frames lie between the user's line and the warning.
+_PACKAGES_BETWEEN = ("tl_coupling", "jaxtyping", "contextlib")
 # Values of these types are shown as Python writes them.
 _PLAIN = str | bytes | complex | Real | type | torch.dtype | None
 
@@ -46,3 +50,20 @@ def _parts(value: object) -> Iterable[object]:
     if isinstance(value, list | tuple | set):
         return value
     return [value]
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line outside this package that led here.
+
+    It is found however many calls lie between.
+    """
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back:
+        # Of jaxtyping and contextlib, the wrappers around functions of this package.
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _PACKAGES_BETWEEN:
+            break
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)
