@@ -20,6 +20,8 @@ from tl_coupling.measures.matrices import (
     Orientation,
     captured_energy,
     coupling_matrix,
+    diagonal_shares,
+    energy_shares,
     miscoupling,
     nan_where_zero,
     normalized_miscoupling,
@@ -46,7 +48,6 @@ from tl_coupling.measures.nulls import (
 )
 from tl_coupling.measures.overlaps import draws_of_nuclear_overlap, nuclear_overlap
 from tl_coupling.measures.removals import without_shared, without_top
-from tl_coupling.measures.shares import diagonal_shares, energy_shares
 
 __all__ = [
     "alignment_matrices",

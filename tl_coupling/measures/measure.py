@@ -318,7 +318,12 @@ def measure_named(
         >>> tlc.measures.measure_named("spectral_miscoupling", p=1).label_at(10)
         'spectral mis-coupling $m_K$ (k = 10, p = 1)'
     """
-    named = _configured(measure, p, absolute)
+    if isinstance(measure, Measure):
+        named = measure
+    else:
+        named = MEASURES[measure]
+        if named.takes_options:
+            named = replace(named, p=p, absolute=absolute)
     options_are_its_own = (
         named.takes_options and named.p == p and named.absolute == absolute
     )
@@ -329,16 +334,6 @@ def measure_named(
             f"not of {named.name!r}: leave them out"
         )
     return named
-
-
-def _configured(measure: AnyMeasure, p: Norm, absolute: bool) -> Measure:
-    """Return the measure of a name; options are for that which takes them."""
-    if isinstance(measure, Measure):
-        return measure
-    registered = MEASURES[measure]
-    if registered.takes_options:
-        return replace(registered, p=p, absolute=absolute)
-    return registered
 
 
 def measured_in(variables: Iterable[object]) -> list[str]:

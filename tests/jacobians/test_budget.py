@@ -399,7 +399,8 @@ sys.path[:0] = sys.argv[2:]
 import tl_coupling as tlc
 from benchmarks.timing import resident
 torch.set_num_threads(1)
-tlc.depth_coupling(tlc.trace(tlc.load_model(sys.argv[2] + "/warm", memory="stream"), [1, 2, 3]), k=4)
+warm = tlc.load_model(sys.argv[2] + "/warm", memory="stream")
+tlc.depth_coupling(tlc.trace(warm, [1, 2, 3]), k=4)
 Path("/proc/self/clear_refs").write_text("5")
 before = resident()
 model = tlc.load_model(sys.argv[1], memory="stream")
