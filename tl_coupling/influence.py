@@ -68,13 +68,12 @@ class Influence(Saved):
     DIMS: ClassVar = dict.fromkeys(INFLUENCE_MEASURES, "layer source_position")
     DIMS |= {"layers": "layer", "source_positions": "source_position"}
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         n_layers, n_sources = self.frobenius_norm.shape
         mean = float(self.frobenius_norm.mean())
         return (
-            f"Influence({self.provenance.get('model')!r}, {n_sources} source tokens on "
-            f"token {self.output_position} at {n_layers} layers; "
-            f"mean Frobenius norm {mean:.3g})"
+            f"{n_sources} source tokens on token {self.output_position} "
+            f"at {n_layers} layers; mean Frobenius norm {mean:.3g}"
         )
 
 

@@ -31,6 +31,23 @@ RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "carriers": lambda trace: tlc.carriers(trace, k=3),
     "heads": lambda trace: tlc.comparisons.head_coupling(trace, k=2),
     "directions": lambda trace: tlc.directions.directions_of(trace, 1, k=1),
+    "parts": lambda trace: tlc.block_parts(trace, 1),
+    "directions of a block": lambda trace: tlc.jacobians.block_directions(trace, 1, 2),
+    "frozen": lambda trace: tlc.comparisons.frozen_coupling(trace, k=2),
+    "a comparison": lambda trace: tlc.compare(
+        tlc.depth_coupling(trace, k=3), tlc.depth_coupling(trace, k=3)
+    ),
+    "prompts": lambda trace: tlc.prompt_coupling(
+        [trace, tlc.trace(trace.model, trace.tokens[:4])], k=2
+    ),
+    "alignment": lambda trace: tlc.trajectories.residual_alignment(trace, 3),
+    "decoded": lambda trace: tlc.directions.decode(trace, 1, k=1, n_draws=2),
+    "an ablation": lambda trace: tlc.directions.ablate(
+        trace.model,
+        ["w1 w2"],
+        tlc.directions.shared_subspace([trace], rank=1, k=3),
+        n_draws=1,
+    ),
     "a subspace": lambda trace: tlc.directions.shared_subspace([trace], rank=1, k=3),
     "steering": lambda trace: tlc.directions.steer(
         trace.model,
@@ -53,9 +70,33 @@ def test_what_was_saved_is_loaded(
 ) -> None:
     result = RESULTS[name](tiny_trace)
     path = result.save(tmp_path / "result.nc")
-    assert content(type(result).load(path)).equals(content(result))
+    loaded = type(result).load(path)
+    assert content(loaded).equals(content(result))
+    assert repr(loaded) == repr(result)
+    assert repr(result).startswith(f"{type(result).__name__}(")
+    assert "\n" not in repr(result)
     with xarray.open_dataset(path) as file:
         assert len(file.attrs["digest"]) == 64
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_name_for_each_entry_along_a_dimension(
+    name: str, tiny_trace: tlc.Trace
+) -> None:
+    """Results that were made by hand, or read from an edited file."""
+    result = RESULTS[name](tiny_trace)
+    sized = {
+        dim
+        for field, dims in result.DIMS.items()
+        if isinstance(getattr(result, field), torch.Tensor)
+        for dim in dims.split()
+    }
+    for field, dims in result.DIMS.items():
+        names = getattr(result, field)
+        if isinstance(names, tuple) and dims in sized:
+            with pytest.raises(ValueError, match=f"`{field}` must name the"):
+                dataclasses.replace(result, **{field: (*names, names[0])})
 
 
 @pytest.fixture

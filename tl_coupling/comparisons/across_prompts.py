@@ -235,11 +235,10 @@ class PromptCoupling(Saved):
             arrays[f"{measure}_null"] = (["layer"], nulls)
         return dataset.assign(arrays)
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         return (
-            f"PromptCoupling({self.provenance.get('model')!r}, "
             f"{len(self.layers)} layers, {self.n_prompts} prompts, k≤{self.k}; "
-            f"at k={self.k}: mean coupling {self.mean():.3f}, null {self.null():.3f})"
+            f"at k={self.k}: mean coupling {self.mean():.3f}, null {self.null():.3f}"
         )
 
     def _mean_over_pairs(self, values: PerPrompts) -> Float[Tensor, " n_layers"]:

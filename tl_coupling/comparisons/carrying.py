@@ -98,18 +98,6 @@ class Carriers(Saved):
         "col_layers": "col",
     }
 
-    def __post_init__(self) -> None:
-        """Raise unless every row, column and component has a name."""
-        shape = tuple(self.diagonal_share.shape)
-        names = (self.row_layers, self.col_layers, self.labels)
-        n_names = tuple(map(len, names))
-        if n_names != shape:
-            raise ValueError(
-                "`row_layers`, `col_layers` and `labels` must name the "
-                f"{list(shape)} rows, columns and components of `diagonal_share`, got "
-                f"{list(n_names)}"
-            )
-
     @property
     def excess(self) -> PerPair:
         """The share of the diagonal minus the share of the Jacobian.
@@ -267,14 +255,13 @@ class Carriers(Saved):
             raise ValueError("the mean over pairs of two layers needs two layers")
         return different
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         size = (
             f"{len(self.row_layers)} layers, {len(self.labels)} components, k={self.k}"
         )
-        start = f"Carriers({self.provenance.get('model')!r}, {size}"
         # A single layer has no means to show.
         if len(set(self.row_layers) | set(self.col_layers)) < 2:
-            return f"{start})"
+            return size
         merged = self.by_branch()
         means = zip(
             merged.labels,
@@ -286,7 +273,7 @@ class Carriers(Saved):
             f"{label} {diagonal:.3f} of the diagonal, {jacobian:.3f} of J"
             for label, diagonal, jacobian in means
         )
-        return f"{start}; {shares})"
+        return f"{size}; {shares}"
 
 
 @checked

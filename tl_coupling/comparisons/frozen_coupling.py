@@ -96,16 +96,16 @@ class FrozenCoupling(Saved):
             provenance=provenance,
         )
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         k = self.matrices.shape[-1]
         full, frozen = self.full, self.frozen
         has_other_pairs = len(self.layers) > 1
         return (
-            f"FrozenCoupling({self.provenance.get('model')!r}, {len(self.layers)} "
-            f"layers, {self.orientation}, k≤{k}; at k={k}: mean coupling "
-            f"{full.mean(off_diagonal=has_other_pairs):.3f}, null {full.null():.3f}, "
-            f"frozen {frozen.mean(off_diagonal=has_other_pairs):.3f}, null "
-            f"{frozen.null():.3f}; mean ‖J − J⁺‖/‖J‖ {self.differences.mean():.3f})"
+            f"{len(self.layers)} layers, {self.orientation}, k≤{k}; "
+            f"at k={k}: mean coupling {full.mean(off_diagonal=has_other_pairs):.3f}, "
+            f"null {full.null():.3f}, "
+            f"frozen {frozen.mean(off_diagonal=has_other_pairs):.3f}, "
+            f"null {frozen.null():.3f}; mean ‖J − J⁺‖/‖J‖ {self.differences.mean():.3f}"
         )
 
 

@@ -164,17 +164,14 @@ class HeadCoupling(Saved):
         layers = torch.tensor(self.layers, device=self.coupling.device)
         return layers[:, None] != layers
 
-    def __repr__(self) -> str:
-        start = (
-            f"HeadCoupling({self.provenance.get('model')!r}, {len(self.labels)} heads, "
-            f"k={self.k}"
-        )
+    def _summary(self) -> str:
+        size = f"{len(self.labels)} heads, k={self.k}"
         if not bool(self._different_layers().any()):
-            return f"{start})"
+            return size
         mean = float(self.of_different_layers.nanmean())
         return (
-            f"{start}; mean {mean:.3f} (null {self.null:.3f}), "
-            f"{self.share_above_null:.1%} of pairs above all random ones)"
+            f"{size}; mean {mean:.3f} (null {self.null:.3f}), "
+            f"{self.share_above_null:.1%} of pairs above all random ones"
         )
 
 

@@ -95,20 +95,6 @@ class CouplingMap(Saved):
         "col_positions": "col",
     }
 
-    def __post_init__(self) -> None:
-        """Raise unless every row and every column has a name."""
-        n_rows, n_cols = self.matrices.shape[:2]
-        sizes = {"row": n_rows, "col": n_cols}
-        for field_name, side in self.DIMS.items():
-            if side not in sizes:
-                continue
-            n_names = len(getattr(self, field_name))
-            if n_names != sizes[side]:
-                raise ValueError(
-                    f"`{field_name}` must name the {sizes[side]} {side}s of `matrices`, "
-                    f"got {n_names}"
-                )
-
     @property
     def k(self) -> int:
         """The largest k that can be asked for."""
@@ -476,16 +462,15 @@ class CouplingMap(Saved):
         # Layer and position.
         return is_same.all(0)
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
         # A single connection meets itself alone, and has a mean over that pair only.
         has_other_pairs = not self.own_pairs().all()
         return (
-            f"{type(self).__name__}({self.kind}, {self.provenance.get('model')!r}, "
-            f"{n_rows}×{n_cols} pairs, {self.orientation}, k≤{self.k}, "
+            f"{self.kind}, {n_rows}×{n_cols} pairs, {self.orientation}, k≤{self.k}, "
             f"n_prompts={self.n_prompts}; at k={self.k}: "
             f"mean coupling {self.mean(off_diagonal=has_other_pairs):.3f}, "
-            f"null {self.null():.3f})"
+            f"null {self.null():.3f}"
         )
 
     def _k(self, k: int | None) -> int:

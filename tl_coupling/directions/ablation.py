@@ -183,11 +183,11 @@ class Ablation(Saved):
         values: np.ndarray = getattr(self, effect).double().numpy()[is_of_kind]
         return values
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         return (
-            f"Ablation({self.provenance.get('model')!r}, rank {self.rank}, {self.side} "
-            f"side, {len(self.layers)} layers, {len(self.prompts)} prompts: loss "
-            f"{float(self.loss.mean()):.2f} {self.of('shared').mean():+.3g} nats)"
+            f"rank {self.rank}, {self.side} side, {len(self.layers)} layers, "
+            f"{len(self.prompts)} prompts: loss {float(self.loss.mean()):.2f} "
+            f"{self.of('shared').mean():+.3g} nats"
         )
 
 

@@ -176,12 +176,11 @@ class Decoded(Saved):
             shares[f"kurtosis_exceeded_by_{control}"] = share
         return shares
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         n_groups = len(set(self.groups.tolist()))
         return (
-            f"Decoded({self.provenance.get('model')!r}, layer {self.layer}, token "
-            f"{self.position}, {len(self.gains)} directions in {n_groups} groups, by "
-            f"{', '.join(self.ways)})"
+            f"layer {self.layer}, token {self.position}, {len(self.gains)} directions "
+            f"in {n_groups} groups, by {', '.join(self.ways)}"
         )
 
 

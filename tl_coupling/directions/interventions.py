@@ -149,12 +149,9 @@ class Directions(Saved):
         check_belongs(self.provenance, model)
         check_dimensions(model, self.vectors.shape[1], [self.layer])
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         plural = "" if len(self) == 1 else "s"
-        return (
-            f"Directions({self.provenance.get('model')!r}, {len(self)} {self.side} "
-            f"direction{plural} at {self.hook_point})"
-        )
+        return f"{len(self)} {self.side} direction{plural} at {self.hook_point}"
 
 
 @checked

@@ -172,14 +172,13 @@ class Steering(Saved):
         means: np.ndarray = values.mean(0).T
         return means
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         n = self.kinds.count("direction")
         kl_of = self.of("direction")[:, -1].mean()
         kl_of_random = self.of("random")[:, -1].mean()
         return (
-            f"Steering({self.provenance.get('model')!r}, {n} directions, "
-            f"{len(self.prompts)} prompts; at ε = {self.scales[-1]:g}: KL "
-            f"{kl_of:.3g} nats, random {kl_of_random:.3g})"
+            f"{n} directions, {len(self.prompts)} prompts; "
+            f"at ε = {self.scales[-1]:g}: KL {kl_of:.3g} nats, random {kl_of_random:.3g}"
         )
 
 

@@ -152,7 +152,7 @@ class Subspace(Saved):
         means = dict(zip(self.layers, self.mean, strict=True))
         return Projection(bases, means if side == "read" else {})
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         shares = ", ".join(
             f"{side} {float(values[0]):.2f} (random {float(null[:, 0].mean()):.2f})"
             for side, values, null in zip(
@@ -160,8 +160,8 @@ class Subspace(Saved):
             )
         )
         return (
-            f"Subspace({self.provenance.get('model')!r}, rank {self.rank}, k={self.k}, "
-            f"{len(self.layers)} layers; most shared: {shares})"
+            f"rank {self.rank}, k={self.k}, {len(self.layers)} layers; "
+            f"most shared: {shares}"
         )
 
 

@@ -80,13 +80,12 @@ class Products(Saved):
         "layers": "layer",
     }
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         low, high = self.alignment_gain_interval[-1].tolist()
         return (
-            f"Products({self.provenance.get('model')!r}, {len(self.layers)} blocks at "
-            f"token {self.position}; log σ₁ {float(self.log_largest[-1]):.2f}, "
-            f"alignment gain {float(self.alignment_gain[-1]):+.2f} "
-            f"[{low:+.2f}, {high:+.2f}])"
+            f"{len(self.layers)} blocks at token {self.position}; "
+            f"log σ₁ {float(self.log_largest[-1]):.2f}, alignment gain "
+            f"{float(self.alignment_gain[-1]):+.2f} [{low:+.2f}, {high:+.2f}]"
         )
 
     @property

@@ -85,11 +85,11 @@ class Eigenvalues(Saved):
         "layers": "layer",
     }
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         return (
-            f"Eigenvalues({self.provenance.get('model')!r}, {len(self.layers)} blocks at "
-            f"token {self.position}; mean Henrici {float(self.henrici.mean()):.3f}, "
-            f"null {float(self.null_henrici.mean()):.3f})"
+            f"{len(self.layers)} blocks at token {self.position}; "
+            f"mean Henrici {float(self.henrici.mean()):.3f}, "
+            f"null {float(self.null_henrici.mean()):.3f}"
         )
 
     @property

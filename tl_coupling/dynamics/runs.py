@@ -58,11 +58,11 @@ class ProductMap(Saved):
         "layers": "first",
     }
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         return (
-            f"ProductMap({self.provenance.get('model')!r}, {len(self.layers)} blocks at "
-            f"token {self.position}; log σ₁ of all {float(self.log_largest[-1, 0]):.2f}, "
-            f"alignment gain {float(self.alignment_gain[-1, 0]):+.2f})"
+            f"{len(self.layers)} blocks at token {self.position}; "
+            f"log σ₁ of all {float(self.log_largest[-1, 0]):.2f}, "
+            f"alignment gain {float(self.alignment_gain[-1, 0]):+.2f}"
         )
 
     @property

@@ -49,11 +49,10 @@ class BlockDirections(Saved):
     provenance: dict[str, Any]
     DIMS: ClassVar = {"read": "d_model i", "write": "d_model i", "gains": "i"}
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         return (
-            f"BlockDirections({self.provenance.get('model')!r}, layer {self.layer}, "
-            f"token {self.position}, k={len(self.gains)}: "
-            f"read at {self.read_hook_point}, write at {self.write_hook_point})"
+            f"layer {self.layer}, token {self.position}, k={len(self.gains)}: "
+            f"read at {self.read_hook_point}, write at {self.write_hook_point}"
         )
 
 

@@ -53,25 +53,15 @@ class BlockParts(Saved):
     provenance: dict[str, Any]
     DIMS: ClassVar = {"matrices": "component output input", "labels": "component"}
 
-    def __post_init__(self) -> None:
-        """Raise unless every component has a label."""
-        if len(self.labels) != len(self.matrices):
-            raise ValueError(
-                f"`labels` must name the {len(self.matrices)} components of "
-                f"`matrices`, got {len(self.labels)}"
-            )
-
     def __getitem__(self, label: str) -> Float[Tensor, "d_model d_model"]:
         """Return the component of a label. Raises KeyError where there is none."""
         if label not in self.labels:
             raise KeyError(f"{label!r} is not one of {', '.join(self.labels)}")
         return self.matrices[self.labels.index(label)]
 
-    def __repr__(self) -> str:
-        return (
-            f"BlockParts({self.provenance.get('model')!r}, layer {self.layer}, token "
-            f"{self.position}; {', '.join(self.labels)})"
-        )
+    def _summary(self) -> str:
+        labels = ", ".join(self.labels)
+        return f"layer {self.layer}, token {self.position}; {labels}"
 
 
 @checked

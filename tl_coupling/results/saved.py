@@ -38,10 +38,34 @@ _DAMAGE_ERRORS = (
 class Saved:
     """A result that can be saved as netCDF and loaded again.
 
-    `DIMS` names the dimensions of its tensors and tuples.
+    `DIMS` names the dimensions of its tensors, and then of the tuples that name what is
+    along one of them.
     """
 
     DIMS: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        """Raise unless tuples name as many as there are along their dimensions."""
+        named: dict[str, tuple[str, int]] = {}
+        for name, dims in self.DIMS.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                for dim, size in zip(dims.split(), value.shape, strict=True):
+                    named.setdefault(dim, (name, size))
+            elif dims in named and named[dims][1] != len(value):
+                tensor, size = named[dims]
+                raise ValueError(
+                    f"`{name}` must name the {size} {dims}s of `{tensor}`, "
+                    f"got {len(value)}"
+                )
+
+    def __repr__(self) -> str:
+        model = vars(self)["provenance"].get("model")
+        return f"{type(self).__name__}({model!r}, {self._summary()})"
+
+    def _summary(self) -> str:
+        """Return what a result shows of itself: its size, and a number or two."""
+        raise NotImplementedError
 
     def to_dataset(self) -> "xarray.Dataset":
         """Return the result as an `xarray.Dataset`.

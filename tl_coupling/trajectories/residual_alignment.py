@@ -157,14 +157,13 @@ class ResidualAlignment(Saved):
             **means,
         }
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         values = ", ".join(
             f"{name}={value:.3f}" for name, value in self.summary().items()
         )
         return (
-            f"ResidualAlignment(model={self.provenance.get('model')!r}, "
             f"position={self.position}, n_classes={self.n_classes}, k={self.k}: "
-            f"{values}; null of alignment {self.null():.3f})"
+            f"{values}; null of alignment {self.null():.3f}"
         )
 
 

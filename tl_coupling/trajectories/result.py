@@ -69,7 +69,7 @@ _OPTIONAL = ("logit_lens_entropy", "closed_form", "singular_values")
 _PARTS = ("linearisation", "perturbation")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TrajectoryResult(Saved):
     """Hold the shapes of all tokens' trajectories, and predictions of one.
 
@@ -172,7 +172,7 @@ class TrajectoryResult(Saved):
             provenance=provenance,
         )
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         means = ", ".join(
             f"{name} {float(getattr(self, name).nanmean()):.3f}"
             for name in _TOKEN_MEASURES
@@ -180,9 +180,8 @@ class TrajectoryResult(Saved):
         parts = [name for name in _PARTS if getattr(self, name) is not None]
         contents = " and ".join(parts) or "shapes alone"
         return (
-            f"TrajectoryResult(model={self.provenance.get('model')!r}, "
             f"{self.n_layers} layers, {len(self.line_shape_score)} tokens, "
-            f"window={self.window}, means over tokens: {means}; with {contents})"
+            f"window={self.window}, means over tokens: {means}; with {contents}"
         )
 
 
