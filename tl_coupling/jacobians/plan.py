@@ -257,8 +257,7 @@ class _Planned:
     def flops_of_blocks(self, n_pos: int) -> dict[str, float]:
         """Return the flops of all layers, by stage: "trace", "gate", "jacobians"."""
         flops_by_block = [
-            flops_of_block(block, self.cfg, self.d_model, n_pos)
-            for block in self.blocks
+            _block_flops(block, self.cfg, self.d_model, n_pos) for block in self.blocks
         ]
         # A model may run its blocks several times.
         flops = {
@@ -346,21 +345,19 @@ def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
     return default
 
 
-def flops_of_block(
-    block: nn.Module, cfg: object, d: int, n_pos: int
-) -> dict[str, float]:
+def _block_flops(block: nn.Module, cfg: object, d: int, n_pos: int) -> dict[str, float]:
     """Return the flops of one block for one prompt and one token of it, by stage.
 
     The stages are "trace", "gate" and "jacobians", as in `plan`.
     """
     sizes = _StandardBlock.from_block(block, cfg, d)
     if sizes is None:
-        return _flops_of_unknown(block, d, n_pos)
+        return _unknown_block_flops(block, d, n_pos)
     is_parallel = getattr(cfg, "parallel_attn_mlp", False)
-    return _flops_of_standard(sizes, d, n_pos, is_parallel)
+    return _standard_block_flops(sizes, d, n_pos, is_parallel)
 
 
-def _flops_of_unknown(block: nn.Module, d: int, n_pos: int) -> dict[str, float]:
+def _unknown_block_flops(block: nn.Module, d: int, n_pos: int) -> dict[str, float]:
     """Return an upper bound: every row goes through all weights."""
     row = 2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1)
     # q Kᵀ and P V, two flops for a multiplication and an addition each.
@@ -373,7 +370,7 @@ def _flops_of_unknown(block: nn.Module, d: int, n_pos: int) -> dict[str, float]:
     }
 
 
-def _flops_of_standard(
+def _standard_block_flops(
     sizes: _StandardBlock, d: int, n_pos: int, is_parallel: bool
 ) -> dict[str, float]:
     d_head, d_z, group = sizes.d_head, sizes.d_z, sizes.group

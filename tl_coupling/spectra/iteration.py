@@ -82,7 +82,7 @@ def top_triplets(
         spaces = _filtered_spaces(J, square, k)
     exact = J.double()
     for steps, space in itertools.islice(spaces, 2):
-        V = _orthonormal(space.double())
+        V = torch.linalg.qr(space.double()).Q
         triplets, largest_residual = _rayleigh_ritz(
             exact, V, k, steps, TOLERANCE[J.dtype]
         )
@@ -115,7 +115,7 @@ def _krylov_spaces(
     """
     width = krylov_width(k)
     tolerance = TOLERANCE[J.dtype] / 2
-    block = _orthonormal(_random_block(J, width))
+    block = torch.linalg.qr(_random_block(J, width)).Q
     basis = block[:, :0]
     # `JᵀJ` in this basis; block tridiagonal but for rounding.
     T = block[:0, :0]
@@ -128,10 +128,10 @@ def _krylov_spaces(
         column = basis.mT @ images
         T = torch.cat([torch.cat([T, column[:-width]], 1), column.mT])
         block, R = torch.linalg.qr(images - basis @ column)
-        block = _orthonormal(block - basis @ (basis.mT @ block))
+        block = torch.linalg.qr(block - basis @ (basis.mT @ block)).Q
         if steps < next_check:
             continue
-        squares, ritz_vectors = _descending(T)
+        squares, ritz_vectors = _descending_eigh(T)
         # A zero J, or an overflow.
         if not squares[k - 1] > 0:
             return
@@ -164,9 +164,9 @@ def _filtered_spaces(
     # the end of the block's spectrum.
     edge = (k + width) // 2
     while True:
-        V = _orthonormal(block)
+        V = torch.linalg.qr(block).Q
         images = square @ V
-        squares, ritz_vectors = _descending(V.mT @ images)
+        squares, ritz_vectors = _descending_eigh(V.mT @ images)
         # A zero J, or an overflow.
         if not squares[0] > 0:
             return
@@ -179,7 +179,7 @@ def _filtered_spaces(
         falls_no_more = following.error > max(previous_error / 2, _NOISE * tolerance)
         if is_too_long or falls_no_more:
             return
-        block = _filtered(square, V, images, following.cut, following.degree)
+        block = _apply_filter(square, V, images, following.cut, following.degree)
         if following.is_last and edge == width - 1:
             yield steps, block
         edge = width - 1
@@ -232,7 +232,7 @@ def _next_filter(
     return _Filter(error, float(squares[edge]), degree, degree >= needed)
 
 
-def _filtered(
+def _apply_filter(
     square: Float[Tensor, "d_in d_in"],
     V: Float[Tensor, "d_in width"],
     images: Float[Tensor, "d_in width"],
@@ -268,7 +268,7 @@ def _rayleigh_ritz(
     wide, a wrong triplet has a small residual.
     """
     images = J @ V
-    squares, ritz_vectors = _descending(images.mT @ images)
+    squares, ritz_vectors = _descending_eigh(images.mT @ images)
     # Below that, left vectors from squares are not orthonormal to a tenth of the
     # tolerance.
     least_share = torch.finfo(V.dtype).eps / (0.1 * tolerance)
@@ -284,12 +284,7 @@ def _rayleigh_ritz(
     return Triplets(U, S, V, residuals, steps), largest_residual
 
 
-def _orthonormal(block: Tensor) -> Tensor:
-    """Return an orthonormal basis of the block's columns."""
-    return torch.linalg.qr(block).Q
-
-
-def _descending(T: Tensor) -> tuple[Tensor, Tensor]:
+def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of a symmetric T, the largest first.
 
     Of zeros where it is not finite.
