@@ -45,8 +45,8 @@ def checked(public: _Public) -> _Public:
     @functools.wraps(public)
     def checked_call(*args: object, **kwargs: object) -> object:
         with measuring():
-            taken = signature().taken(args, kwargs)
-            return public(*taken.args, **taken.kwargs)
+            converted = signature().convert(args, kwargs)
+            return public(*converted.args, **converted.kwargs)
 
     # What `help` and Jupyter show: types, without the rules on their values.
     checked_call.__signature__ = _plain_signature(inspect.signature(public))  # type: ignore[attr-defined]
@@ -55,7 +55,7 @@ def checked(public: _Public) -> _Public:
 
 def check_text(text: str, name: str) -> None:
     """Raise ValueError, naming the argument, unless all characters of a text are whole."""
-    _taken(kind_of(Text), Argument(text, name, {}))
+    _convert(kind_of(Text), Argument(text, name, {}))
 
 
 class _Signature:
@@ -69,7 +69,7 @@ class _Signature:
             for name, parameter in self.signature.parameters.items()
         }
 
-    def taken(
+    def convert(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> inspect.BoundArguments:
         """Return the arguments of a call, converted to what their annotations ask for."""
@@ -85,16 +85,16 @@ class _Signature:
             # Options are checked one by one, under their own names.
             if parameter.kind is parameter.VAR_KEYWORD:
                 for option, setting in value.items():
-                    value[option] = _taken(kind, Argument(setting, option, sizes))
+                    value[option] = _convert(kind, Argument(setting, option, sizes))
             else:
-                bound.arguments[name] = _taken(kind, Argument(value, name, sizes))
+                bound.arguments[name] = _convert(kind, Argument(value, name, sizes))
         return bound
 
 
-def _taken(kind: Kind, argument: Argument) -> object:
+def _convert(kind: Kind, argument: Argument) -> object:
     """Return the value of an argument, or raise an error that names the argument."""
     try:
-        return kind.take(argument)
+        return kind.convert(argument)
     except WrongType as error:
         message = f"must be {kind.words()}, got {described(argument.value)}"
         if hint := str(error):

@@ -89,7 +89,7 @@ class Kind(ABC):
     """What an annotation asks for."""
 
     @abstractmethod
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the value, converted where it is clear what is meant.
 
         Raises:
@@ -110,10 +110,10 @@ class _Simple(Kind):
     singular: str
     plural: str
     accepted: type | tuple[type, ...]
-    convert: Callable[[Any], object] | None = None
+    constructor: Callable[[Any], object] | None = None
     is_number: bool = False
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the value, numpy's as Python's; truth values are not numbers.
 
         An array of no axes is a number, but not a whole one.
@@ -126,7 +126,7 @@ class _Simple(Kind):
         is_truth_value = isinstance(value, bool | np.bool_)
         if not isinstance(value, self.accepted) or (self.is_number and is_truth_value):
             raise WrongType
-        return value if self.convert is None else self.convert(value)
+        return value if self.constructor is None else self.constructor(value)
 
     def words(self, several: bool = False) -> str:
         """Return as in "a whole number"."""
@@ -162,10 +162,10 @@ class _Annotated(Kind):
         self.hints = [entry for entry in metadata if isinstance(entry, str)]
         self.rules: list[Callable[..., object]] = list(filter(callable, metadata))
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the value as its kind does, unless a rule excludes it."""
         try:
-            value = self.kind.take(argument)
+            value = self.kind.convert(argument)
         except WrongType as error:
             raise WrongType(*self.hints[:1] or error.args) from None
         for rule in self.rules:
@@ -183,7 +183,7 @@ class _Literal(Kind):
     def __init__(self, choices: Sequence[object]) -> None:
         self.choices = choices
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the value, which must equal a choice and be of its type."""
         value = argument.value
         for choice in self.choices:
@@ -215,7 +215,7 @@ class _Union(Kind):
     def __init__(self, members: Sequence[Kind]) -> None:
         self.members = members
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the value as the first member does that accepts it."""
         excluded: list[ValueError] = []
         hints: list[str] = []
@@ -224,7 +224,7 @@ class _Union(Kind):
             if isinstance(member, _Literal) and not member.is_meant_by(argument.value):
                 continue
             try:
-                return member.take(argument)
+                return member.convert(argument)
             except ValueError as error:
                 excluded.append(error)
             except WrongType as error:
@@ -255,7 +255,7 @@ class _List(Kind):
         self.item = item
         self.becomes_tuple = becomes_tuple
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the items in the sequence that came, or in a new one if they change.
 
         Arrays, tensors, iterators and views of a mapping become sequences; a set has no
@@ -270,14 +270,14 @@ class _List(Kind):
         # A text is a sequence of characters, and hardly meant so.
         if not isinstance(items, Sequence) or isinstance(items, str | bytes):
             raise WrongType
-        taken = [self.item.take(argument._replace(value=item)) for item in items]
+        converted = [self.item.convert(argument._replace(value=item)) for item in items]
         if self.becomes_tuple:
-            return tuple(taken)
+            return tuple(converted)
         # The caller's own sequence, where nothing had to be converted: it may have
         # methods of its own.
-        if all(map(operator.is_, taken, items)):
+        if all(map(operator.is_, converted, items)):
             return items
-        return taken
+        return converted
 
     def words(self, several: bool = False) -> str:
         """Return as in "a list of strings"."""
@@ -290,7 +290,7 @@ class _Instance(Kind):
     def __init__(self, cls: type) -> None:
         self.cls = cls
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the instance."""
         value = argument.value
         # A class is not its instance, though it has the same methods; but it can be
@@ -321,19 +321,21 @@ class _Mapping(Kind):
         self.key = key
         self.value = value
 
-    def take(self, argument: Argument) -> object:
+    def convert(self, argument: Argument) -> object:
         """Return the mapping that came, or a dict if its values change."""
-        mapping = self.mapping.take(argument)
+        mapping = self.mapping.convert(argument)
         assert isinstance(mapping, Mapping)
-        taken = {}
+        converted = {}
         for key, value in mapping.items():
             # Results that are drawn side by side may have sizes of their own.
-            taken_key = self.key.take(Argument(key, argument.name, {}))
+            converted_key = self.key.convert(Argument(key, argument.name, {}))
             sizes = dict(argument.sizes)
-            taken[taken_key] = self.value.take(Argument(value, argument.name, sizes))
-        if all(map(operator.is_, taken.values(), mapping.values())):
+            converted[converted_key] = self.value.convert(
+                Argument(value, argument.name, sizes)
+            )
+        if all(map(operator.is_, converted.values(), mapping.values())):
             return mapping
-        return taken
+        return converted
 
     def words(self, several: bool = False) -> str:
         """Return as in "a mapping from strings to numbers"."""
@@ -370,7 +372,7 @@ class _Array(Kind):
             for dim in annotation.dim_str.split()
         ]
 
-    def take(self, argument: Argument) -> Tensor | np.ndarray:
+    def convert(self, argument: Argument) -> Tensor | np.ndarray:
         """Return a tensor or array of the wanted kind, and note the sizes of its axes.
 
         numpy arrays become tensors where these are wanted; lists and whole numbers
