@@ -234,7 +234,7 @@ def decomposed_layers(
     """
     # A generator: a trace is asked for when its turn comes.
     requests = (_layers_at(trace, position, layers) for trace in traces)
-    yield from decompose_each(requests, k, options, n_maps)
+    return decompose_each(requests, k, options, n_maps)
 
 
 def depth_maps(

@@ -25,6 +25,7 @@ from tl_coupling.jacobians.budget import (
 from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
 from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
 from tl_coupling.jacobians.shelf import Shelf
+from tl_coupling.progress import with_progress
 from tl_coupling.spectra import (
     SimilarRanks,
     Spectrum,
@@ -269,7 +270,7 @@ def decompose_each(
         budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
         matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
         shelf = Shelf(n * len(group), matrix, budget.keeps_in_memory)
-        computed = _computed_in_turns(group, options, function, budget)
+        computed = _computed_in_turns(group, options, function, budget, shelf)
         yield from _decomposed(group, computed, k_of_group, budget, shelf=shelf)
 
 
@@ -334,11 +335,12 @@ def _computed_in_turns(
     options: JacobianOptions,
     function: AnyFunction = "branches",
     budget: Budget | None = None,
+    shelf: Shelf | None = None,
 ) -> Iterator[Computed]:
     """Yield the Jacobians of several prompts, which take turns at each connection.
 
     A block of a model that is read from disk is read once for all of them. Each
-    Jacobian lies where the first block lives.
+    Jacobian lies where the first block lives, and on the shelf if there is one.
     """
     chunk_size = options.chunk_size
     n_sharing = MOST_SHARING
@@ -350,23 +352,23 @@ def _computed_in_turns(
             request.trace,
             request.connections,
             chunk_size=chunk_size,
-            progress=options.progress,
             n_sharing=n_sharing,
             function=function,
         )
         for request in requests
     ]
     device = _device(requests[0].trace)
-    for _ in requests[0].connections:
-        for stream in streams:
+    turns = range(len(requests[0].connections))
+    for turn in with_progress(turns, options.progress, "Jacobians"):
+        for prompt, stream in enumerate(streams):
             computed = next(stream)
             # In one layout, because sums round by the order of their terms in memory.
-            yield computed._replace(J=computed.J.to(device).contiguous())
+            J = computed.J.to(device).contiguous()
+            if shelf is not None:
+                shelf.put(turn * len(requests) + prompt, J[None])
+            yield computed._replace(J=J)
             # Not kept while the next is computed.
-            del computed
-    # The loops of `progress` end.
-    for stream in streams:
-        next(stream, None)
+            del computed, J
 
 
 class _Triplets(NamedTuple):
@@ -398,8 +400,6 @@ def _decomposed(
     trace = requests[0].trace
     if n_triplets is None:
         n_triplets = min(k + 1, trace.d_model)
-    if shelf is not None:
-        computed = _shelved(computed, shelf)
     results = parallel_map(
         partial(_triplets, n_triplets), computed, _device(trace), budget.n_svds
     )
@@ -425,15 +425,6 @@ def _decomposed(
             )
         )
     return decomposed
-
-
-def _shelved(computed: Iterator[Computed], shelf: Shelf) -> Iterator[Computed]:
-    """Yield Jacobians, each after it has been put on the shelf."""
-    for i, jacobian in enumerate(computed):
-        shelf.put(i, jacobian.J[None])
-        yield jacobian
-        # Not kept while the next is computed.
-        del jacobian
 
 
 def _triplets(n_triplets: int, computed: Computed) -> _Triplets:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -124,14 +125,10 @@ def block_jacobians(
         Connection(trace.layer_index(layer), t, t, t) for layer in selected_layers
     ]
     computed = jacobians_of(
-        trace,
-        connections,
-        chunk_size=chunk_size,
-        progress=progress,
-        function=function,
+        trace, connections, chunk_size=chunk_size, function=function
     )
-    for row, jacobian in zip(J, computed, strict=True):
-        row[:] = jacobian.J
+    for row in with_progress(J, progress, "Jacobians"):
+        row[:] = next(computed).J
     return J
 
 
@@ -148,7 +145,6 @@ def jacobians_of(
     connections: Sequence[Connection],
     *,
     chunk_size: int | None = None,
-    progress: Progress | None = None,
     n_sharing: int = MOST_SHARING,
     function: AnyFunction = "branches",
 ) -> Iterator[Computed]:
@@ -156,33 +152,16 @@ def jacobians_of(
 
     `function` as in `block_jacobian`, but "branches" by default, the one that can be
     compared with other blocks', or "frozen", what those are with norms, attention
-    patterns and gates held constant. Neighbouring connections of one layer share work, those
-    of one output more: up to `n_sharing` together, fewer where their Jacobians would
-    exceed `BATCH_BUDGET`.
+    patterns and gates held constant. Neighbouring connections of one layer share a
+    reference, those of one output more: up to `n_sharing` together, fewer where their
+    Jacobians would exceed `BATCH_BUDGET`.
     """
+    cache = cache_of(trace)
     # A prompt of many tokens has more connections to one output than fit in memory.
     n_together = max(1, min(n_sharing, MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
-    computed = _computed_groups(trace, connections, chunk_size, n_together, function)
-    for _ in with_progress(range(len(connections)), progress, "Jacobians"):
-        yield next(computed)
-
-
-def _computed_groups(
-    trace: Trace,
-    connections: Sequence[Connection],
-    chunk_size: int | None,
-    n_together: int,
-    function: AnyFunction,
-) -> Iterator[Computed]:
-    """Yield Jacobians; those of a layer share a reference, those of an output more."""
-    cache = cache_of(trace)
-    for layer, layer_connections in groupby(
-        connections, lambda connection: connection.layer
-    ):
+    for layer, layer_connections in groupby(connections, attrgetter("layer")):
         while sharing := list(islice(layer_connections, n_together)):
-            output_groups = groupby(
-                sharing, lambda connection: connection.output_position
-            )
+            output_groups = groupby(sharing, attrgetter("output_position"))
             groups = [list(output_group) for _, output_group in output_groups]
             # What is computed together is kept, and found again, together.
             keys = [cache_key(group, chunk_size, function) for group in groups]
