@@ -179,9 +179,9 @@ def test_every_way_gives_the_same(architecture: str, tokenizer_folder: Path) -> 
     assert cheapest == "token_local_linearised"
     with block.evaluation():
         for _, evaluate in block.ways([LAST], LAST):
-            assert_close(evaluate(None)[1][0], expected)
+            assert_close(evaluate()[1][0], expected)
         several = [
-            dict(block.ways([2, LAST], LAST))[path](None)[1]
+            dict(block.ways([2, LAST], LAST))[path]()[1]
             for path in ("query_local_linearised", "query_local", "full_sequence")
         ]
     for J_2, J_last in several:

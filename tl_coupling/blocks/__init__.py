@@ -22,7 +22,7 @@ from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
 from tl_coupling.blocks.errors import DerivativeError, StepError
 from tl_coupling.blocks.evaluation import chunk_that_fits, reverse_mode, vjp
 from tl_coupling.blocks.frozen import FrozenFunction
-from tl_coupling.blocks.function import BlockFunction
+from tl_coupling.blocks.function import BlockFunction, Evaluated, Path, RowFunction, Way
 from tl_coupling.blocks.hooks import (
     backward_hooks_of_user,
     hooks_of_user,
@@ -33,12 +33,5 @@ from tl_coupling.blocks.remarks import Remarks
 from tl_coupling.blocks.streamed import passage_of
 from tl_coupling.blocks.trace import Trace
 from tl_coupling.blocks.tracing import trace, trace_modules
-from tl_coupling.blocks.ways import (
-    ComponentsEvaluation,
-    Evaluation,
-    Path,
-    RowFunction,
-    Tried,
-)
 
 __all__ = ["BlockCall", "BlockError"]

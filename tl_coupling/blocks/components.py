@@ -160,7 +160,6 @@ class _Factors(NamedTuple):
 
 def linearised_components(
     linearised: Linearisation,
-    like: Float[Tensor, " d_model"],
     block: nn.Module,
     chunk_size: int | None,
 ) -> Components:
@@ -168,7 +167,6 @@ def linearised_components(
 
     Args:
         linearised: the block at the token.
-        like: its output there.
         block: it itself, which knows its heads.
         chunk_size: as in `block_jacobian`.
 
@@ -198,14 +196,15 @@ def linearised_components(
 
         return replaced
 
-    identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
+    y = linearised.y
+    identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
     apply = linearised.apply
     skip = apply(identity.clone(), cut(None, keeps_mlp=False))
     skip_with_mlp_kept = apply(identity.clone(), cut(None, keeps_mlp=True))
     for row, row_with_mlp in zip(*reached, strict=True):
         if not _is_nothing(row_with_mlp - row, row):
             raise BlockError("the MLP acts on attention")
-    zeros = like.new_zeros(len(factors.write), len(like))
+    zeros = y.new_zeros(len(factors.write), len(y))
     write = apply(zeros.clone(), cut(factors.write, keeps_mlp=False))
     both = apply(zeros.clone(), cut(factors.write, keeps_mlp=True))
     read = sum(dz @ rows.mT for dz, rows in zip(factors.reads, reached[0], strict=True))

@@ -1,21 +1,62 @@
-"""A residual block as a function, `f(X) = block(X) − X`: all that is known of it.
+"""A residual block as a function, `f(X) = block(X) − X`, and the ways to evaluate its
+Jacobians `J_{t1 t2}`.
 
-How it is evaluated is in `rows`, how it is checked in `gate`, how its Jacobians are
-evaluated in `ways`.
+How the function is evaluated is in `rows`, how it is checked in `gate`. For one
+`J_{t1 t2}` there are, the cheapest first:
+
+* **token_local_linearised**: the block on one row, as parts whose Jacobians are known
+  (`linearisation`);
+* **token_local**: reverse mode through the block on one row, with the keys and values
+  of the rows that act on it as constants;
+* **full_sequence**: reverse mode through the block on all rows. Always right, and costs
+  the whole prompt.
+
+For many t1 and one t2, **query_local_linearised** and **query_local** cost little more
+than one token: the output row is pulled back once, to its own input and to every row's
+keys and values, and each row of those to its input.
 """
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import ClassVar, Literal, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks.arithmetic import is_out_of_memory
+from tl_coupling.blocks.components import (
+    Components,
+    hooked_components,
+    linearised_components,
+)
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
+from tl_coupling.blocks.gate import CheckedBlock
+from tl_coupling.blocks.linearisation import Linearisation
 from tl_coupling.blocks.stream_norms import stream_norms
-from tl_coupling.blocks.ways import DifferentiatedBlock
+
+Path = Literal[
+    "token_local_linearised",
+    "token_local",
+    "query_local_linearised",
+    "query_local",
+    "full_sequence",
+]
+RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
+Result = TypeVar("Result")
+# `f(X)[t2]`, and what was evaluated beside it.
+Evaluated = tuple[Float[Tensor, " d_model"], Result]
+# Its name, and what evaluates it.
+Way = tuple[Path, Callable[[], Evaluated[Result]]]
+# `J_{t1 t2}` of each t1.
+Jacobians = Sequence[Float[Tensor, "d_model d_model"]]
 
 
 @dataclass(eq=False)
-class BlockFunction(DifferentiatedBlock):
+class BlockFunction(CheckedBlock):
     """What the block at `layer` adds to the residual stream X: `f(X) = block(X) − X`.
 
     With `norm`, `f(X) = norm(block(X)) − X` (the last block of a trace with
@@ -25,11 +66,16 @@ class BlockFunction(DifferentiatedBlock):
     traced, `step` what it added; `recorded` is that call where the model's dtype is not
     X's.
 
+    Of the ways to a Jacobian the cheapest that agrees with the full sequence is taken.
+    `linearisation` is what the parts of the block are replaced by.
+
     Example:
         >>> f = trace.blocks[0]
         >>> torch.allclose(f(f.X), trace.residual[1] - trace.residual[0], atol=1e-5)
         True
     """
+
+    linearisation: ClassVar[type[Linearisation]] = Linearisation
 
     def __call__(
         self, X: Float[Tensor, "n_pos d_model"]
@@ -71,3 +117,384 @@ class BlockFunction(DifferentiatedBlock):
         branches = replace(self, stream_norms=norms)
         # The traced step, in the trace's own arithmetic, with what the norms took away.
         return replace(branches, step=self.step + branches(self.X) - self(self.X))
+
+    def ways(
+        self,
+        input_positions: Sequence[int],
+        output_position: int,
+        chunk_size: int | None = None,
+    ) -> Iterator[Way[Jacobians]]:
+        """Yield every way to evaluate `J_{t1 t2}` of these t1 and one t2.
+
+        The cheapest comes first.
+        """
+        t1s = list(input_positions)
+        arguments = (t1s, output_position, chunk_size)
+        # Of several inputs the output row is pulled back once for all.
+        if len(t1s) == 1:
+            yield "token_local_linearised", partial(self._linearised, *arguments)
+            yield "token_local", partial(self._token_local, *arguments)
+        else:
+            yield "query_local_linearised", partial(self._linearised, *arguments)
+            yield "query_local", partial(self._query_local, *arguments)
+        yield "full_sequence", partial(self._full_sequence, *arguments)
+
+    def jacobian(
+        self, t1: int, t2: int, chunk_size: int | None = None
+    ) -> tuple[Float[Tensor, "d_model d_model"], Path]:
+        """Return `J_{t1 t2}`, and the way in which it was evaluated."""
+        J, path = self.jacobians([t1], t2, chunk_size)
+        return J[0], path
+
+    def jacobians(
+        self, t1s: Sequence[int], t2: int, chunk_size: int | None = None
+    ) -> tuple[Sequence[Float[Tensor, "d_model d_model"]], Path]:
+        """Return `J_{t1 t2}` for several t1 ≤ t2, or any one t1, and the way to them.
+
+        They cost little more than one.
+        """
+        # Once for all: entering it looks through all modules.
+        with self.evaluation() if self.recorded is None else nullcontext():
+            reference = self.reference(t2)
+            is_later = min(t1s) > t2
+            if is_later and not bool(reference.rows[list(t1s)].any()):
+                # In a causal model no later row moves an earlier one: these products
+                # with J are exact zeros.
+                d_model = len(reference.u)
+                zeros = [reference.u.new_zeros(d_model, d_model) for _ in t1s]
+                return zeros, "full_sequence"
+            ways = self.ways(t1s, t2, chunk_size)
+            return self.cheapest(
+                ways, t1s, t2, lambda matrices: [reference.u @ J for J in matrices]
+            )
+
+    def cheapest(
+        self,
+        ways: Iterable[Way[Result]],
+        t1s: Sequence[int],
+        t2: int,
+        products: Callable[[Result], Sequence[Tensor]],
+        refusal: Callable[[], Exception] | None = None,
+    ) -> tuple[Result, Path]:
+        """Return the result of the first way that agrees with the full sequence.
+
+        A way that the block does not allow (`BlockError`) is skipped; so is one that
+        fails otherwise, with a remark, because a foreign block may raise anything when
+        it is called with our cache.
+
+        Args:
+            ways: by name, the cheapest first, the full sequence last.
+            t1s: the input positions.
+            t2: the output position.
+            products: gives `uᵀ J_{t1 t2}` of each t1 from a result, with the
+                reference's u.
+            refusal: makes the error where no way agrees; by default it says that the
+                block changed.
+
+        Returns:
+            the result, and the name of the way.
+        """
+        with self.evaluation():
+            for path, evaluate in ways:
+                try:
+                    y, result = evaluate()
+                    uJ = products(result)
+                except BlockError:
+                    continue
+                except Exception as error:
+                    if path == "full_sequence" or is_out_of_memory(error):
+                        raise
+                    self._remark_on_failure(path, error)
+                    continue
+                if self.agrees(y, uJ, t1s, t2):
+                    return result, path
+        raise self.changed() if refusal is None else refusal()
+
+    def _remark_on_failure(self, path: Path, error: Exception) -> None:
+        kind = type(error).__name__
+        message = " ".join(str(error).split())[:200]
+        text = f"{path} failed ({kind}: {message}), so a more expensive way was used"
+        self.remarks.add(f"{path}: {kind}", f"layer {self.layer}: {text}")
+
+    # As functions of one row
+
+    def full_sequence(self, t1: int, t2: int) -> RowFunction:
+        """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on all rows."""
+        X = self.X
+
+        def function(x: Tensor) -> Tensor:
+            replaced = torch.cat([X[:t1], x[None], X[t1 + 1 :]])
+            return self.added(replaced)[t2]
+
+        return function
+
+    def token_local(self, t1: int, t2: int) -> RowFunction:
+        """Return `x ↦ f(X with row t1 replaced by x)[t2]`, on one row.
+
+        It is right if rows meet in keys and values alone.
+
+        Raises:
+            BlockError: the block does not give its keys and values, or t1 does not act
+                on t2.
+        """
+        context = self._context(t2)
+        if t1 == t2:
+            return lambda x: self.added_to_row(x, t2, context)
+        input_row = self._rows_in(context, [t1], t2)
+
+        def function(x: Tensor) -> Tensor:
+            keys_and_values = self.call.keys_and_values(x[None], t1)
+            replaced = input_row.context_with(*keys_and_values)
+            return self.added_to_row(self.X[t2], t2, replaced)
+
+        return function
+
+    def outputs_in_place(
+        self, rows: Float[Tensor, "n_rows d_model"], position: int
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return `x + f(x)` of each of several rows x, each in the place of the row at
+        `position`; the other rows are as traced.
+
+        Raises:
+            BlockError: rows meet in something else than keys and values, or the block
+                takes one sequence at a time.
+        """
+        # Its context depends on the reference, which must be made before `evaluation()`.
+        self.reference(position)
+        with self.evaluation():
+            context = self.call.context(position, self._context(position))
+            return self.row_outputs(rows, context)
+
+    # As Jacobians
+
+    def _full_sequence(
+        self, t1s: list[int], t2: int, chunk_size: int | None
+    ) -> Evaluated[Jacobians]:
+        """Evaluate by reverse mode through the block on all rows."""
+        X = self.X
+
+        def function(X: Tensor) -> Tensor:
+            return self.added(X)[t2]
+
+        def row_jacobians(
+            gradient: Float[Tensor, "n_seeds n_pos d_model"],
+        ) -> Sequence[Tensor]:
+            return gradient[:, t1s].unbind(1)
+
+        return reverse_mode(function, (X,), row_jacobians, 4 * len(X), chunk_size)
+
+    def _token_local(
+        self, t1s: list[int], t2: int, chunk_size: int | None
+    ) -> Evaluated[Jacobians]:
+        """Evaluate by reverse mode through the block on one row."""
+        (t1,) = t1s
+        function = self.token_local(t1, t2)
+        x = self.X[t1]
+        # The MLP, usually four times as wide as the stream, is the widest activation.
+        return reverse_mode(function, (x,), lambda J: [J], 4, chunk_size)
+
+    def _query_local(
+        self, t1s: list[int], t2: int, chunk_size: int | None
+    ) -> Evaluated[Jacobians]:
+        """Evaluate by reverse mode to the output row, and to its context.
+
+        From keys and values there, gradients are pulled back to the other input rows.
+        """
+        context_positions = [t1 for t1 in t1s if t1 != t2]
+        context_rows = self._rows_in(self._context(t2), context_positions, t2)
+        pull_back = context_rows.pull_back()
+
+        def function(x: Tensor, *keys_and_values: Tensor) -> Tensor:
+            return self.added_to_row(x, t2, context_rows.context_with(*keys_and_values))
+
+        def jacobian_rows(own: Tensor, *context_gradients: Tensor) -> Iterator[Tensor]:
+            row_jacobians = pull_back(*context_gradients)
+            return (own if t1 == t2 else next(row_jacobians) for t1 in t1s)
+
+        inputs = (self.X[t2], *context_rows.keys_and_values())
+        width = max(4, 2 * len(context_positions))
+        return reverse_mode(function, inputs, jacobian_rows, width, chunk_size)
+
+    def _linearised(
+        self, t1s: list[int], t2: int, chunk_size: int | None
+    ) -> Evaluated[Jacobians]:
+        """Evaluate from the Jacobians of the block's parts.
+
+        Keys and values of other input rows are treated as in `_query_local`.
+        """
+        keys_and_values = self._context(t2)
+        linearised = self._linearisation(t2, keys_and_values, chunk_size)
+        J: dict[int, Tensor] = {}
+        if t2 in t1s:
+            J[t2] = linearised.jacobian()
+            # Parts give the derivative of block(X); f leaves the skip connection out.
+            J[t2].diagonal().sub_(1)
+        if context_positions := [t1 for t1 in t1s if t1 != t2]:
+            context_rows = self._rows_in(keys_and_values, context_positions, t2)
+            row_jacobians = _context_jacobians(linearised, context_rows, chunk_size)
+            J |= zip(context_positions, row_jacobians, strict=True)
+        return linearised.y - self.X[t2], [J[t1] for t1 in t1s]
+
+    def _linearisation(
+        self, t2: int, keys_and_values: tuple[Tensor, ...], chunk_size: int | None
+    ) -> Linearisation:
+        """Return the block at t2, as parts with Jacobians."""
+        block = self.call.module
+        context = self.call.context(t2, keys_and_values)
+        # A bridge's block wraps the original one, whose parts are called.
+        parts = list((getattr(block, "original_component", None) or block).children())
+        if self.norm is not None:
+            parts.append(self.norm)
+
+        def run(X: Tensor) -> Tensor:
+            return self.row_output(X, context)
+
+        return self.linearisation(self.X[t2], run, parts, context, chunk_size)
+
+    # As components
+
+    def ways_to_components(
+        self, t: int, chunk_size: int | None = None
+    ) -> Iterator[Way[Components]]:
+        """Yield every way to the components of `J_{tt}`, the cheapest first."""
+        arguments = (t, chunk_size)
+        yield (
+            "token_local_linearised",
+            partial(self._linearised_components, *arguments),
+        )
+        yield "token_local", partial(self._token_local_components, *arguments)
+        yield "full_sequence", partial(self._full_sequence_components, *arguments)
+
+    def _linearised_components(
+        self, t: int, chunk_size: int | None
+    ) -> Evaluated[Components]:
+        """Evaluate from the Jacobians of the block's parts."""
+        linearised = self._linearisation(t, self._context(t), chunk_size)
+        components = linearised_components(linearised, self.call.module, chunk_size)
+        return linearised.y - self.X[t], components
+
+    def _token_local_components(
+        self, t: int, chunk_size: int | None
+    ) -> Evaluated[Components]:
+        """Evaluate by reverse mode through hook points, on one row."""
+        function = self.token_local(t, t)
+        x = self.X[t]
+        block = self.call.module
+        return function(x), hooked_components(function, x, block, 0, chunk_size)
+
+    def _full_sequence_components(
+        self, t: int, chunk_size: int | None
+    ) -> Evaluated[Components]:
+        """Evaluate by reverse mode through hook points, on all rows."""
+        function = self.full_sequence(t, t)
+        x = self.X[t]
+        block = self.call.module
+        return function(x), hooked_components(function, x, block, t, chunk_size)
+
+    def _looks_ahead(self, t2: int) -> bool:
+        """Say whether later rows act on this one (vision, BERT)."""
+        return bool(self.reference(t2).rows[t2 + 1 :].any())
+
+    def _context(self, t2: int) -> tuple[Tensor, ...]:
+        """Return keys and values of the rows that act on t2, without its own.
+
+        Those are the rows before, or all others.
+        """
+        dim = self.call.position_dim
+        all_rows = self.keys_and_values()
+        if self._looks_ahead(t2):
+            return tuple(_remove_row(rows, t2, dim) for rows in all_rows)
+        return tuple(rows.narrow(dim, 0, t2) for rows in all_rows)
+
+    def _rows_in(
+        self, context: tuple[Tensor, ...], t1s: list[int], t2: int
+    ) -> "_ContextRows":
+        """Return these rows of t2's context."""
+        if max(t1s, default=0) > t2 and not self._looks_ahead(t2):
+            raise BlockError("a later row is not in the context")
+        # The output row itself is not in its context.
+        # Later rows move up by one there.
+        places = [t1 - (t1 > t2) for t1 in t1s]
+        index = torch.tensor(places, dtype=torch.long, device=self.X.device)
+        return _ContextRows(self, t1s, context, index)
+
+
+@dataclass(frozen=True, eq=False)
+class _ContextRows:
+    """Rows that act on an output row through their keys and values.
+
+    `context` holds the keys and values of all rows that do, and `index` where these
+    stand in it.
+    """
+
+    block: CheckedBlock
+    positions: list[int]
+    context: tuple[Tensor, ...]
+    index: Tensor
+
+    def keys_and_values(self) -> tuple[Tensor, ...]:
+        """Return the keys and values of these rows."""
+        dim = self.block.call.position_dim
+        return tuple(tensor.index_select(dim, self.index) for tensor in self.context)
+
+    def context_with(self, *keys_and_values: Tensor) -> tuple[Tensor, ...]:
+        """Return the context with other keys and values in these rows' place."""
+        dim = self.block.call.position_dim
+        return tuple(
+            tensor.index_copy(dim, self.index, replacement)
+            for tensor, replacement in zip(self.context, keys_and_values, strict=True)
+        )
+
+    def pull_back(self) -> Callable[..., Iterator[Tensor]]:
+        """Return what turns gradients of keys and values into those of these rows.
+
+        It takes them for a chunk of seeds, and gives those of one row after the other.
+        """
+        # The seeds stand in front: a position axis counted from the front moves up by
+        # one.
+        axis = self.block.call.position_dim
+        if axis >= 0:
+            axis += 1
+        pull_backs = [self._pull_back_of(t1) for t1 in self.positions]
+
+        def row_jacobians(*gradients: Tensor) -> Iterator[Tensor]:
+            for place, pull_back in enumerate(pull_backs):
+                row_gradients = tuple(
+                    gradient.narrow(axis, place, 1) for gradient in gradients
+                )
+                yield pull_back.batched(row_gradients)[0]
+
+        return row_jacobians
+
+    def _pull_back_of(self, t1: int) -> PullBack:
+        """Return the pull-back from the keys and values of one row to that row."""
+
+        def keys_and_values(x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.block.call.keys_and_values(x[None], t1)
+
+        pull_back: PullBack = vjp(keys_and_values, self.block.X[t1])[1]
+        return pull_back
+
+
+def _context_jacobians(
+    linearised: Linearisation, rows: _ContextRows, chunk_size: int | None
+) -> list[Float[Tensor, "d_model d_model"]]:
+    """Return the Jacobians of rows that reach the output through attention alone."""
+    W_O = linearised.attention.W_O
+    # What the block makes of each head output: the seeds of the pull-back.
+    seeds = linearised.derivative_rows(torch.zeros_like(W_O), attention_rows=W_O).mT
+
+    def heads(*keys_and_values: Tensor) -> Tensor:
+        return linearised.heads(*rows.context_with(*keys_and_values))
+
+    inputs = rows.keys_and_values()
+    width = 2 * len(rows.positions)
+    pull_back = rows.pull_back()
+    return reverse_mode(heads, inputs, pull_back, width, chunk_size, seeds)[1]
+
+
+def _remove_row(rows: Tensor, position: int, dim: int) -> Tensor:
+    """Return keys or values without the row at a position along `dim`."""
+    earlier = rows.narrow(dim, 0, position)
+    later = rows.narrow(dim, position + 1, rows.shape[dim] - position - 1)
+    return torch.cat([earlier, later], dim)

@@ -38,63 +38,26 @@ Replaced = Callable[[Part, Jacobian, Sequence[Tensor]], Tensor | None]
 class Linearisation:
     """A block at one token, as parts with Jacobians.
 
-    `run` calls the block on any rows.
+    Its parts are those of the modules that `run` calls on the row x; `run` calls the
+    block on any rows. `y` is its value at x.
     """
 
     def __init__(
         self,
-        run: Callable[[Tensor], Tensor],
-        parts: Sequence[Part],
-        context: Context,
-        chunk_size: int | None,
-    ) -> None:
-        self.run = run
-        self.context = context
-        # The calls of each module, in order.
-        self.calls: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
-        for part in parts:
-            J = jacobian_of_part(part, context, chunk_size)
-            self.calls[part.module].append((part, J))
-
-    @classmethod
-    def from_row(
-        cls,
         x: Float[Tensor, " d_model"],
         run: Callable[[Tensor], Tensor],
         modules: Iterable[nn.Module],
         context: Context,
         chunk_size: int | None,
-    ) -> tuple["Linearisation", Float[Tensor, " d_model"]]:
-        """Return the linearisation of `run` at a row, and its value there.
-
-        Its parts are those of the modules that `run` calls.
-        """
-        parts: list[Part] = []
-
-        def note(
-            module: nn.Module,
-            args: tuple[object, ...],
-            kwargs: dict[str, object],
-            output: object,
-        ) -> None:
-            # The part in which keys and values were both asked for is attention.
-            has_met_context = len(context.seen) == 2 and not any(
-                earlier.meets_context for earlier in parts
-            )
-            part = Part(module, args, kwargs, output, context.entered, has_met_context)
-            # Not those without rows (rotations), or that give what they got (dropout,
-            # hook points).
-            inputs = [row.data_ptr() for row in part.inputs.values()]
-            if inputs and part.value.data_ptr() not in inputs:
-                parts.append(part)
-
-        with ExitStack() as hooks:
-            for module in dict.fromkeys(modules):
-                hook = module.register_forward_hook(note, with_kwargs=True)
-                hooks.enter_context(hook)
-            # A copy: the block may add to it in place.
-            y = run(x[None].clone())[0]
-        return cls(run, parts, context, chunk_size), y
+    ) -> None:
+        self.run = run
+        self.context = context
+        self.y, parts = _called_parts(x, run, modules, context)
+        # The calls of each module, in order.
+        self.calls: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
+        for part in parts:
+            J = jacobian_of_part(part, context, chunk_size)
+            self.calls[part.module].append((part, J))
 
     @property
     def attention(self) -> Attention:
@@ -134,11 +97,10 @@ class Linearisation:
 
         return self.apply(rows, replaced)
 
-    def jacobian(
-        self, like: Float[Tensor, " d_model"]
-    ) -> Float[Tensor, "d_model d_model"]:
+    def jacobian(self) -> Float[Tensor, "d_model d_model"]:
         """Return `∂ block(X)[t] / ∂ x_t`."""
-        identity = torch.eye(len(like), dtype=like.dtype, device=like.device)
+        y = self.y
+        identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
         return self.apply(identity, is_identity=True).mT
 
     def apply(
@@ -190,6 +152,41 @@ class Linearisation:
         # The block's own code adds, scales and orders what the parts give.
         with forwards_replaced(forwards):
             return self.run(rows)
+
+
+def _called_parts(
+    x: Float[Tensor, " d_model"],
+    run: Callable[[Tensor], Tensor],
+    modules: Iterable[nn.Module],
+    context: Context,
+) -> tuple[Float[Tensor, " d_model"], list[Part]]:
+    """Return what `run` gives for a row, and the calls of modules on the way."""
+    parts: list[Part] = []
+
+    def note(
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        output: object,
+    ) -> None:
+        # The part in which keys and values were both asked for is attention.
+        has_met_context = len(context.seen) == 2 and not any(
+            earlier.meets_context for earlier in parts
+        )
+        part = Part(module, args, kwargs, output, context.entered, has_met_context)
+        # Not those without rows (rotations), or that give what they got (dropout,
+        # hook points).
+        inputs = [row.data_ptr() for row in part.inputs.values()]
+        if inputs and part.value.data_ptr() not in inputs:
+            parts.append(part)
+
+    with ExitStack() as hooks:
+        for module in dict.fromkeys(modules):
+            hook = module.register_forward_hook(note, with_kwargs=True)
+            hooks.enter_context(hook)
+        # A copy: the block may add to it in place.
+        y = run(x[None].clone())[0]
+    return y, parts
 
 
 class _Noted(NamedTuple):

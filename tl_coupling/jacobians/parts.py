@@ -13,10 +13,8 @@ from tl_coupling.arguments import Count, checked, made_by
 from tl_coupling.blocks import (
     BlockFunction,
     Components,
-    ComponentsEvaluation,
     Path,
     Trace,
-    Tried,
 )
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import measured
@@ -146,13 +144,12 @@ def components_and_path(
     """
     expected = block.reference(position)
 
-    def compute(evaluate: ComponentsEvaluation) -> Tried[Components]:
-        y, components = evaluate(chunk_size)
-        return y, [components.left_product(expected.u)], components
+    def products(components: Components) -> list[Tensor]:
+        return [components.left_product(expected.u)]
 
-    ways = block.ways_to_components(position)
+    ways = block.ways_to_components(position, chunk_size)
     refusal = partial(_refusal, block, position)
-    return block.cheapest(ways, [position], position, compute, refusal)
+    return block.cheapest(ways, [position], position, products, refusal)
 
 
 def _refusal(block: BlockFunction, position: int) -> ValueError:

@@ -11,10 +11,10 @@ from torch import Tensor
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import (
     BlockFunction,
-    Path,
+    Evaluated,
     RowFunction,
     Trace,
-    Tried,
+    Way,
     is_out_of_memory,
     reverse_mode,
     vjp,
@@ -145,16 +145,18 @@ def _differentiated(
     # The product that decides is the one that the reference holds.
     u = block.reference(t2).u
 
-    def compute(
-        make_function: Callable[[], RowFunction],
-    ) -> Tried[tuple[RowFunction, PullBack]]:
-        function = make_function()
+    def evaluate(
+        make_function: Callable[[int, int], RowFunction],
+    ) -> Evaluated[tuple[RowFunction, PullBack]]:
+        function = make_function(t1, t2)
         y, pull_back = vjp(function, x)
-        return y, [pull_back(u)[0]], (function, pull_back)
+        return y, (function, pull_back)
 
-    ways: list[tuple[Path, Callable[[], RowFunction]]] = [
-        ("token_local", partial(block.token_local, t1, t2)),
-        ("full_sequence", partial(block.full_sequence, t1, t2)),
+    ways: list[Way[tuple[RowFunction, PullBack]]] = [
+        ("token_local", partial(evaluate, block.token_local)),
+        ("full_sequence", partial(evaluate, block.full_sequence)),
     ]
-    (function, pull_back), _ = block.cheapest(ways, [t1], t2, compute)
+    (function, pull_back), _ = block.cheapest(
+        ways, [t1], t2, lambda result: [result[1](u)[0]]
+    )
     return _Differentiated(block, x, v, function, pull_back)
