@@ -6,8 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.measures.matrices import finite
-from tl_coupling.measures.moments import evenly
+from tl_coupling.measures.matrices import require_finite
+from tl_coupling.measures.moments import remaining_value
 from tl_coupling.spectra import check_k
 
 # Of larger seeds torch takes the last 32 bits, on a CPU; those of 64 bits overflow.
@@ -85,9 +85,9 @@ def draws_of_random_subspaces(
         (0.71, 0.67)
     """
     check_k(k, d_model)
-    s = finite(S_1, "S_1").double()
+    s = require_finite(S_1, "S_1").double()
     n_known = s.shape[-1]
-    equal_value = evenly(S_1.double(), frobenius_norm.double(), d_model)
+    equal_value = remaining_value(S_1.double(), frobenius_norm.double(), d_model)
     # S is `equal_value · 1` and, for the singular values that are known, the excess.
     excess = (s - equal_value[..., None])[..., None, :]
     draws = s.new_empty(n, *s.shape[:-1], k, k)

@@ -56,7 +56,7 @@ def coupling_matrix(
         >>> A.shape
         torch.Size([4, 4])
     """
-    _check_that_they_fit(J_1, spectrum_2)
+    _check_fit(J_1, spectrum_2)
     # The frame on the left has shape `[k d_model]`, that on the right `[d_model k]`.
     top = spectrum_2.top(k)
     left = top.U.mT
@@ -67,9 +67,9 @@ def coupling_matrix(
     return left @ (J_1 @ right)
 
 
-def _check_that_they_fit(J_1: Tensor, spectrum_2: Spectrum) -> None:
+def _check_fit(J_1: Tensor, spectrum_2: Spectrum) -> None:
     """Raise unless the singular vectors can be applied to the Jacobians."""
-    finite(J_1, "J_1")
+    require_finite(J_1, "J_1")
     d_model = J_1.shape[-1]
     lengths = [spectrum_2.U.shape[-2], spectrum_2.Vh.shape[-1]]
     if lengths != [d_model, d_model]:
@@ -108,7 +108,7 @@ def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
         tensor(1.4142)
     """
     check_entries(A, "A")
-    return finite(off_diagonal(A).norm(dim=(-2, -1)), "A")
+    return require_finite(off_diagonal(A).norm(dim=(-2, -1)), "A")
 
 
 @checked
@@ -132,7 +132,7 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
         tensor([0., 1.])
     """
     check_entries(A, "A")
-    size = finite(A.norm(dim=(-2, -1)), "A")
+    size = require_finite(A.norm(dim=(-2, -1)), "A")
     return off_diagonal(A).norm(dim=(-2, -1)) / nan_where_zero(size, "‖A‖_F")
 
 
@@ -172,7 +172,7 @@ def spectral_miscoupling(
     # Only the entries of A are made absolute; singular values are at least 0.
     distance = (entries - torch.diag_embed(s)).norm(dim=(-2, -1))
     length = torch.linalg.vector_norm(s, ord=p, dim=-1)
-    return finite(distance, "A") / nan_where_zero(length, "‖s_{1,K}‖_p")
+    return require_finite(distance, "A") / nan_where_zero(length, "‖s_{1,K}‖_p")
 
 
 @checked
@@ -192,7 +192,7 @@ def captured_energy(
         tensor(0.5000)
     """
     s = top_values(S_1, A.shape[-1])
-    size = finite(A.norm(dim=(-2, -1)), "A")
+    size = require_finite(A.norm(dim=(-2, -1)), "A")
     return size / nan_where_zero(s.norm(dim=-1), "‖s_{1,K}‖₂")
 
 
@@ -232,10 +232,10 @@ def top_values(S_1: Tensor, k: int) -> Tensor:
     Raises ValueError where there are fewer, or one is not finite.
     """
     check_k(k, S_1.shape[-1])
-    return finite(S_1, "S_1")[..., :k]
+    return require_finite(S_1, "S_1")[..., :k]
 
 
-def finite(values: Tensor, name: str) -> Tensor:
+def require_finite(values: Tensor, name: str) -> Tensor:
     """Return the values; raise ValueError unless all are finite.
 
     (A Frobenius norm is finite where every entry is.)

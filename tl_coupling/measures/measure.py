@@ -20,11 +20,11 @@ from tl_coupling.arguments import checked
 from tl_coupling.measures.matrices import (
     Norm,
     captured_energy,
-    finite,
     miscoupling,
     nan_where_zero,
     normalized_miscoupling,
     off_diagonal,
+    require_finite,
     spectral_miscoupling,
     top_values,
 )
@@ -406,7 +406,7 @@ def _corners(
     sums_of_squares = off_diagonal(A).square().cumsum(-1).cumsum(-2)
     off = sums_of_squares.diagonal(dim1=-2, dim2=-1)
     # NaN and infinity in A are found once, for all measures.
-    size = finite((off + diagonal.square().cumsum(-1)).sqrt(), "A")
+    size = require_finite((off + diagonal.square().cumsum(-1)).sqrt(), "A")
     length = s.square().cumsum(-1).sqrt()
     return Corners(
         diagonal,

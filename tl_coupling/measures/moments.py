@@ -92,7 +92,7 @@ def moments_in_spans(
     return Moments(total, total / k, entry, s)
 
 
-def evenly(
+def remaining_value(
     S: Float[Tensor, "*batch n"], frobenius_norm: Float[Tensor, "*batch"], d_model: int
 ) -> Float[Tensor, "*batch"]:
     """Return what each singular value that is not in S is, if they are all equal."""
@@ -124,7 +124,9 @@ def mean_absolute_entry(
     # The integrand is of a J with ‖J‖_F = 1, whatever its scale.
     scale = frobenius_norm.clamp_min(torch.finfo(S.dtype).tiny)
     weights = (S / scale[..., None]).square()
-    weight_of_others = evenly(S, frobenius_norm, d_model).square() / scale.square()
+    weight_of_others = (
+        remaining_value(S, frobenius_norm, d_model).square() / scale.square()
+    )
     n_others = d_model - S.shape[-1]
 
     def integrand(r: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.measures.matrices import Norm, finite, top_values
+from tl_coupling.measures.matrices import Norm, require_finite, top_values
 from tl_coupling.measures.measure import MEASURES, AnyMeasure, Measure, measure_named
 from tl_coupling.measures.moments import (
     mean_absolute_entry,
@@ -148,7 +148,7 @@ def nulls_at_every_k(
 
     In the order of `MEASURES`, with default options.
     """
-    S = finite(S_1, "S_1").double()
+    S = require_finite(S_1, "S_1").double()
     norm = frobenius_norm.double()
     # The mean of an entry does not depend on k: one integral serves all.
     signed_entry = torch.zeros_like(norm)
@@ -212,6 +212,6 @@ def rotation_null(
     """
     measured = measure_named(measure, p=p, absolute=absolute)
     s = top_values(S_1, A.shape[-1]).double()
-    A = finite(A, "A").double()
+    A = require_finite(A, "A").double()
     moments = moments_in_spans(A, s, paired=paired, absolute=measured.absolute)
     return measured.null(moments)

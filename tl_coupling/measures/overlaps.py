@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.measures.draws import random_rotations
-from tl_coupling.measures.matrices import finite, nan_where_zero, top_values
+from tl_coupling.measures.matrices import nan_where_zero, require_finite, top_values
 from tl_coupling.spectra import check_entries, check_k
 
 
@@ -51,7 +51,7 @@ def nuclear_overlap(
     s_1 = top_values(S_1, k)
     s_2 = top_values(S_2, k)
     lengths = s_1.norm(dim=-1) * s_2.norm(dim=-1)
-    nuclear_norm = _nuclear_norm(finite(cosines, "cosines"), s_1, s_2)
+    nuclear_norm = _nuclear_norm(require_finite(cosines, "cosines"), s_1, s_2)
     return nuclear_norm / nan_where_zero(lengths, "‖s_1‖ ‖s_2‖")
 
 
@@ -98,8 +98,8 @@ def draws_of_nuclear_overlap(
     """
     k = S_1.shape[-1]
     check_k(k, d_model)
-    s_1 = finite(S_1, "S_1").double()
-    s_2 = finite(S_2, "S_2").double()
+    s_1 = require_finite(S_1, "S_1").double()
+    s_2 = require_finite(S_2, "S_2").double()
     draws = []
     for _ in range(n):
         # The first basis is that of the coordinates: only their relation is random.

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.measures.matrices import finite
+from tl_coupling.measures.matrices import require_finite
 from tl_coupling.spectra import svd
 
 
@@ -56,7 +56,7 @@ def without_shared(
         tensor([True, True])
     """
     _check_r(J, r)
-    norms = torch.linalg.matrix_norm(finite(J, "J"), keepdim=True)
+    norms = torch.linalg.matrix_norm(require_finite(J, "J"), keepdim=True)
     if not bool(norms.all()):
         raise ValueError(
             "a Jacobian in `J` is zero: it shares no directions, leave it out"
