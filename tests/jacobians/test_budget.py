@@ -34,7 +34,7 @@ from tl_coupling.jacobians.budget import (
     n_bytes,
 )
 from tl_coupling.jacobians.decomposed import sharing_a_reading
-from tl_coupling.jacobians.shelf import Shelf
+from tl_coupling.jacobians.jacobian_cache import Shelf
 from tl_coupling.studies.surveys import Settings, measure_prompts
 from tl_coupling.studies.surveys.units import Folder, Unit
 

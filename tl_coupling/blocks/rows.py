@@ -19,8 +19,8 @@ from tl_coupling.blocks.stream_norms import ObservedNorms, StreamNorms
 class EvaluatedBlock:
     """A block as it was traced, and its function `f(X) = block(X) − X`.
 
-    What a block's derivative is (`differentiated`) and how it is checked (`checked`)
-    are classes on top of this one; `BlockFunction` is all of them.
+    How it is checked (`CheckedBlock`) and what its derivative is (`BlockFunction`)
+    are classes on top of this one.
 
     Attributes:
         layer: of the block.

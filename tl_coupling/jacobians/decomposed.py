@@ -23,8 +23,8 @@ from tl_coupling.jacobians.budget import (
     MapSizes,
 )
 from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
+from tl_coupling.jacobians.jacobian_cache import Shelf
 from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
-from tl_coupling.jacobians.shelf import Shelf
 from tl_coupling.progress import with_progress
 from tl_coupling.spectra import (
     SimilarRanks,
