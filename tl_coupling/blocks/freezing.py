@@ -16,14 +16,13 @@ the block became linear is seen by its values (`frozen`).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
-
-from tl_coupling.blocks.arithmetic import attributes_set
 
 # Held as they are: scales, patterns, choices.
 _CONSTANTS = {
@@ -230,13 +229,14 @@ class Freezing(TorchFunctionMode):
         return func(self._held(query), self._held(key), *args, **options)
 
     def _run_composite(self, func: _Function, *args: Any, **options: Any) -> Any:
-        """Run a function of torch that is made of others, with constants in those.
-
-        It would hand itself over once more: it asks `has_torch_function`.
-        """
-        does_not = (nn.functional, "has_torch_function", lambda _: False)
-        with attributes_set([does_not]), self:
-            return func(*args, **options)
+        """Run a function of torch that is made of others, with constants in those."""
+        # It would hand itself over once more: it asks `has_torch_function` (torch 2.13,
+        # `nn.functional`). A copy of it asks one that says no.
+        assert isinstance(func, FunctionType)
+        scope = {**func.__globals__, "has_torch_function": lambda _: False}
+        copy = FunctionType(func.__code__, scope, argdefs=func.__defaults__)
+        with self:
+            return copy(*args, **options)
 
     # Constants
 

@@ -3,10 +3,8 @@ in it, it draws at random.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -86,24 +84,6 @@ def load_whole(
 
 def _are_wrapped(keys: Collection[str]) -> bool:
     return bool(keys) and all(re.match(_WRAPPERS, key) for key in keys)
-
-
-@contextmanager
-def only_whole(name: str) -> Iterator[list[LoadedWeights]]:
-    """Give whoever calls HuggingFace's `from_pretrained` in this context whole models
-    only; the list holds them.
-    """
-    from transformers import PreTrainedModel
-
-    loaded: list[LoadedWeights] = []
-    original = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
-
-    def from_pretrained(cls: type, *arguments: Any, **options: Any) -> Any:
-        loaded.append(load_whole(name, original, cls, *arguments, **options))
-        return loaded[-1].model
-
-    with patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
-        yield loaded
 
 
 def number_of_weights(model: nn.Module) -> LoadedAs:

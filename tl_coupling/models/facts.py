@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from tl_coupling.models.stored import holds_stored_weights
+
+# The attribute of a module that holds its facts.
+_NAME = "_tl_coupling_facts"
 
 
 class LoadedAs(TypedDict, total=False):
@@ -67,16 +69,15 @@ class ModelFacts:
     has_final_norm: bool = False
     output_length: int | None = None
 
-
-# Beside the models and not on them: an attribute of a module would be copied and saved
-# with it. Facts go when their model goes.
-_FACTS: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Become None in a copied or saved model: facts hold for the one they are of."""
+        return type(None), ()
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
     """Return what is remembered of a model, or of a part of one."""
-    facts = _FACTS.get(model)
-    if facts is None:
-        facts = ModelFacts(is_streamed=holds_stored_weights(model))
-        _FACTS[model] = facts
-    return facts
+    # Not by `getattr`: a bridge asks the model that it wraps for what it lacks.
+    attributes = vars(model)
+    if attributes.get(_NAME) is None:
+        attributes[_NAME] = ModelFacts(is_streamed=holds_stored_weights(model))
+    return attributes[_NAME]

@@ -5,19 +5,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_coupling.models.completeness import number_of_weights, only_whole
+from tl_coupling.models.completeness import LoadedWeights, load_whole
 from tl_coupling.models.errors import ModelError
-from tl_coupling.models.facts import LoadedAs, facts_of
+from tl_coupling.models.facts import facts_of
 from tl_coupling.models.load_request import BootOptions, LoadRequest
 from tl_coupling.models.loaded import version
 from tl_coupling.models.refusals import refuse_custom_code
 from tl_coupling.models.untrained import fresh_model
+from tl_coupling.models.weights import quantized
 
 # How families of models name the branches of their checkpoints.
 _BRANCHES = {
     "EleutherAI/pythia": "step{step}",
     "stanford-crfm/": "checkpoint-{step}",
 }
+# Whose models TransformerLens keeps in a format of its own.
+_OWN_FORMAT = ("NeelNanda", "ArthurConmy", "Baidicoot")
+# HuggingFace's classes, by the model's type, of which TransformerLens reads the weights
+# (`loading_from_pretrained.get_pretrained_state_dict`); AutoModelForCausalLM of others.
+_CLASSES = {"bert": "AutoModelForPreTraining", "gemma3": "AutoModel"}
 _N_NEAREST = 3
 
 
@@ -44,20 +50,14 @@ def load_hooked(request: LoadRequest, source: str, device: torch.device) -> nn.M
     _name_branch(options, request.name, official)
     if not request.trust_remote_code:
         refuse_custom_code(request.name, official, options.get("revision"))
-    loaded_as: LoadedAs = {}
-    untrained: dict[str, Any] = {}
-    if request.untrained:
-        untrained = _untrained(request, official)
-    with only_whole(request.name) as loaded:
-        model = HookedTransformer.from_pretrained_no_processing(
-            source, **options, **untrained
-        )
-    # Models that TransformerLens keeps in its own format are not HuggingFace's.
-    if loaded:
-        loaded_as = loaded[-1].facts
-    if request.untrained:
-        loaded_as = number_of_weights(untrained["hf_model"])
-    facts_of(model).loaded_as = loaded_as
+    if official.startswith(_OWN_FORMAT) and not request.untrained:
+        return HookedTransformer.from_pretrained_no_processing(source, **options)
+    # Given the model, TransformerLens loads none, which might lack weights.
+    weights = _huggingface_weights(request, official, options.get("revision"))
+    model = HookedTransformer.from_pretrained_no_processing(
+        source, hf_model=weights.model, **options
+    )
+    facts_of(model).loaded_as = weights.facts
     return model
 
 
@@ -85,15 +85,25 @@ def _name_branch(options: BootOptions, name: str, official: str) -> None:
     options["revision"] = _BRANCHES[families[0]].format(step=step)
 
 
-def _untrained(request: LoadRequest, official: str) -> dict[str, Any]:
-    """Return a HuggingFace model at its own initialisation, and its tokenizer."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def _huggingface_weights(
+    request: LoadRequest, official: str, revision: str | None
+) -> LoadedWeights:
+    """Return the HuggingFace model whose weights a HookedTransformer takes."""
+    import transformers
 
     trusted = request.trust_remote_code
-    config = AutoConfig.from_pretrained(official, trust_remote_code=trusted)
-    return {
-        "hf_model": fresh_model(
-            AutoModelForCausalLM, config, request.dtype, trusted, None
-        ),
-        "tokenizer": AutoTokenizer.from_pretrained(official, trust_remote_code=trusted),
-    }
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trusted}
+    config = transformers.AutoConfig.from_pretrained(official, **where)
+    auto = getattr(
+        transformers, _CLASSES.get(config.model_type, "AutoModelForCausalLM")
+    )
+    if request.untrained:
+        fresh = fresh_model(auto, config, request.dtype, trusted, None)
+        return LoadedWeights(fresh, missing_of_head=())
+    options: dict[str, Any] = {**where, "config": config, "dtype": request.dtype}
+    if quantized.how_saved(config) == "mxfp4":
+        # The one form of quantised weights that TransformerLens 3 has dequantised.
+        options |= quantized.loading_options(
+            request.name, config, None, torch.device("cpu"), request.dtype
+        )
+    return load_whole(request.name, auto.from_pretrained, official, **options)

@@ -27,11 +27,8 @@ from tl_coupling.models.facts import facts_of
 from tl_coupling.models.hooked import load_hooked
 from tl_coupling.models.load_request import Backend, LoadRequest, Memory
 from tl_coupling.models.loaded import describe_kind
-from tl_coupling.models.refusals import (
-    nothing_installed,
-    refuse_depth,
-    refuse_no_folder,
-)
+from tl_coupling.models.patched_transformer_lens import nothing_installed
+from tl_coupling.models.refusals import refuse_depth, refuse_no_folder
 from tl_coupling.models.tokenization import knows_text
 from tl_coupling.models.weights import Quantization
 
@@ -102,7 +99,7 @@ def load_model(
             be written.
 
     Cost: reading the weights, and memory for them; with `memory="stream"`, memory for
-    one block. A GGUF file is converted the first time, in a minute for 270 million
+    one block. A GGUF file is converted the first time, in two minutes for 270 million
     weights, into a copy in float32 in the user's cache.
 
     Example:

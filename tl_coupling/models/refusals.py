@@ -1,23 +1,13 @@
-"""What is refused while a model loads: too many layers, code that nobody asked to run,
-and installing packages.
+"""What is refused before a model loads: too many layers, and code that nobody asked to
+run.
 """
 
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
-import torch
-
-from tl_coupling.arguments import warn_caller
 from tl_coupling.models.advice import CUSTOM_CODE
 from tl_coupling.models.completeness import check_depth
 from tl_coupling.models.errors import ModelError
-
-_installing = threading.RLock()
 
 
 def refuse_no_folder(source: str) -> None:
@@ -69,31 +59,3 @@ def refuse_custom_code(name: str, source: str, revision: str | None) -> None:
             has_code = "auto_map" in get_tokenizer_config(source, revision=revision)
         if has_code:
             raise ModelError(f"could not load {name!r}: {CUSTOM_CODE}")
-
-
-@contextmanager
-def nothing_installed(name: str) -> Iterator[None]:
-    """Keep TransformerLens from installing torchvision for a multimodal model's images,
-    which text does not need.
-    """
-    refused = []
-
-    def check_call(command: Any, *args: Any, **kwargs: Any) -> int:
-        # Other calls go through: this is everybody's subprocess.
-        if isinstance(command, list) and {"pip", "install"} <= set(command):
-            refused.append(command)
-            raise PermissionError("tl_coupling installs nothing")
-        return original(command, *args, **kwargs)
-
-    # Without the lock, of two loads at once the one that ends later would put back the
-    # substitute of the other.
-    with _installing:
-        original = subprocess.check_call
-        with patch.object(subprocess, "check_call", check_call):
-            yield
-    if refused:
-        warn_caller(
-            f"{name!r} is loaded without its image processor, which text does not need; "
-            "nothing was installed. If it needs torchvision: `pip install torchvision`, "
-            f"from the index that your torch {torch.__version__} came from"
-        )

@@ -65,7 +65,7 @@ def stream(name: Path, **options: Any) -> torch.Tensor:
 
 def test_a_file_is_converted_once(file: Path, cache: Path, parses: list[str]) -> None:
     first = tlc.trace(tlc.load_model(str(file)), "w3w4")
-    assert sorted(parses) == ["fields", "tensors"]
+    assert parses.count("tensors") == 1
     parses.clear()
     again = tlc.trace(
         tlc.load_model(str(file.rename(file.with_name("other.gguf")))), "w3w4"
@@ -184,7 +184,7 @@ def test_the_untrained_twin_reads_only_the_configuration(
     file: Path, cache: Path, parses: list[str]
 ) -> None:
     first = tlc.load_model(str(file), untrained=True)
-    assert parses == ["fields"]
+    assert set(parses) == {"fields"}
     assert not cache.exists()
     tlc.load_model(str(file))
     assert len(list(cache.iterdir())) == 1

@@ -1,24 +1,19 @@
 """GGUF files: converted once into a copy in the user's cache, by transformers, and read
 from that copy later.
 
-Reading the file of a model of 270 million weights takes half a minute or more, most of
-it for its tokenizer; reading the copy takes two seconds, and its weights may stay on
-disk. The copy holds the dequantised weights in float32.
+Reading the file of a model of 270 million weights takes a minute or two, most of it for
+its tokenizer, which transformers and gguf read several times; reading the copy takes
+two seconds, and its weights may stay on disk. The copy holds the dequantised weights in
+float32.
 """
 
-import copy
 import hashlib
 import re
-import struct
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -35,9 +30,6 @@ from tl_coupling.models.weights.gguf_contents import (
 from tl_coupling.models.weights.quantized import drop_quantization, needs_package
 from tl_coupling.progress import with_progress
 
-# The numbers of types of values in a GGUF file.
-_STRING = 8
-_ARRAY = 9
 # What the weights of a layer are called.
 _LAYER = re.compile(r"blk\.(\d+)\.")
 # Bytes read at a time.
@@ -96,7 +88,7 @@ class GgufModel:
             self._read_tokenizer,
             self._read_weights,
         )
-        with self._errors_named(), _parsed_once():
+        with self._errors_named():
             for step in with_progress(
                 steps, None, f"converting {self.path.name}, once"
             ):
@@ -132,7 +124,7 @@ class GgufModel:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         assert self.folder is not None
-        with self._errors_named(), _parsed_once():
+        with self._errors_named():
             if is_whole(self.folder):
                 self.config = AutoConfig.from_pretrained(self.folder)
                 self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
@@ -251,69 +243,3 @@ def _checksum(path: Path) -> str:
         for chunk in with_progress(chunks, None, title):
             digest.update(chunk)
     return digest.hexdigest()[:32]
-
-
-@contextmanager
-def _parsed_once() -> Iterator[None]:
-    """Have transformers parse a GGUF file once in this context, not for each of
-    configuration, tokenizer and weights.
-    """
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as legacy
-
-    reader = cache(_quick_reader())
-    load = legacy.load_gguf_checkpoint
-    parse = cache(load)
-
-    def load_once(path: Any, return_tensors: bool = False, **options: Any) -> Any:
-        # Tensors are large, and asked for once: they are not kept.
-        if return_tensors:
-            return load(path, return_tensors=True, **options)
-        # Whoever asks may change what it gets.
-        return copy.deepcopy(parse(str(path)))
-
-    with (
-        patch.object(gguf, "GGUFReader", lambda path: reader(str(path))),
-        patch.object(legacy, "load_gguf_checkpoint", load_once),
-    ):
-        yield
-
-
-def _quick_reader() -> Any:
-    """Return gguf's reader, without what it does for each token: it makes two arrays,
-    each a map of the file.
-    """
-    from gguf import GGUFReader, GGUFValueType
-
-    class QuickReader(GGUFReader):
-        @property
-        def data(self) -> Any:
-            return self._bytes
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._bytes: Any = np.asarray(mapped)
-
-        def _get_field_parts(
-            self, orig_offs: int, raw_type: Any
-        ) -> tuple[int, list[Any], list[int], list[Any]]:
-            is_array_here = (
-                raw_type == _ARRAY
-                and self.byte_order == "I"
-                and sys.byteorder == "little"
-            )
-            if not is_array_here or int(self._get(orig_offs, np.uint32)[0]) != _STRING:
-                return super()._get_field_parts(orig_offs, raw_type)
-            # The type of entries takes 4 bytes, their number 8; then each string has
-            # its length in 8 bytes before it.
-            start = orig_offs + 12
-            n_strings = int(self._get(orig_offs + 4, np.uint64)[0])
-            strings: list[np.ndarray] = []
-            for _ in range(n_strings):
-                (length,) = struct.unpack_from("<Q", self._bytes, start)
-                strings.append(self._bytes[start + 8 : start + 8 + length])
-                start += 8 + length
-            types = [GGUFValueType.ARRAY, GGUFValueType.STRING]
-            return start - orig_offs, strings, list(range(n_strings)), types
-
-    return QuickReader

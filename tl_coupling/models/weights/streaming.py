@@ -6,13 +6,11 @@ Their parameters are `StoredParameter`s, which hold NaN until the weight is read
 
 import ctypes
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeGuard
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from tl_coupling.models.completeness import LoadedWeights, load_whole
 from tl_coupling.models.loaded import Change
 from tl_coupling.models.model_files import FileState
+from tl_coupling.models.patched_transformers import skip_reading_weights
 from tl_coupling.models.stored import Stored, StoredParameter, stored_parameters
 
 # Components of a bridge that cut their original component's joint weight into those of
@@ -161,7 +160,7 @@ def hollow_model(
         ModelError: as `load_whole`.
     """
     _return_what_is_freed()
-    with ExitStack() as stack, _unread():
+    with ExitStack() as stack, skip_reading_weights():
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tl_coupling_"))
         # accelerate's way of leaving every weight on disk, with an index of where each
         # is.
@@ -306,33 +305,3 @@ def _return_what_is_freed() -> None:
     """
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
-
-
-@contextmanager
-def _unread() -> Iterator[None]:
-    """Keep transformers from reading what it would only cast to another dtype and let
-    go again.
-
-    All that it reads counts as memory until it closes the files. What it merges into
-    other weights it does read.
-    """
-    from transformers import core_model_loading as core
-
-    read = getattr(core, "spawn_materialize", None)
-    if read is None:
-        yield
-        return
-    thread = threading.get_ident()
-
-    def left_unread(
-        pool: Any, tensor: Any, device: Any = None, dtype: Any = None, **options: Any
-    ) -> Any:
-        is_one_tensor = options.get("tensor_idx") is None
-        is_whole = options.get("sharding_op") is None
-        is_plain = is_one_tensor and is_whole and hasattr(tensor, "get_shape")
-        if is_plain and dtype is not None and threading.get_ident() == thread:
-            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
-        return read(pool, tensor, device, dtype, **options)
-
-    with patch.object(core, "spawn_materialize", left_unread):
-        yield
