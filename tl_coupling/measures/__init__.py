@@ -4,17 +4,6 @@ Pure tensors.
 """
 # ruff: noqa: F401
 
-from tl_coupling.measures.alignment import (
-    Sides,
-    alignment_matrices,
-    subspace_overlap,
-    vector_alignment,
-)
-from tl_coupling.measures.draws import (
-    draws_of_random_subspaces,
-    random_rotations,
-    seeded,
-)
 from tl_coupling.measures.matrices import (
     Norm,
     Orientation,
@@ -41,12 +30,22 @@ from tl_coupling.measures.measure import (
 )
 from tl_coupling.measures.nulls import (
     Null,
+    draws_of_random_subspaces,
     mean_random_coupling,
     nulls_at_every_k,
+    random_rotations,
     random_subspace_null,
     rotation_null,
+    seeded,
 )
-from tl_coupling.measures.overlaps import draws_of_nuclear_overlap, nuclear_overlap
+from tl_coupling.measures.overlaps import (
+    Sides,
+    alignment_matrices,
+    draws_of_nuclear_overlap,
+    nuclear_overlap,
+    subspace_overlap,
+    vector_alignment,
+)
 from tl_coupling.measures.removals import without_shared, without_top
 
 __all__ = [
