@@ -107,6 +107,24 @@ def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
     assert Budget.from_block(block, sizes, DEFAULT_OPTIONS).n_svds == expected
 
 
+def test_a_plan_says_what_the_budget_decides(
+    tiny_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where memory is scarce: fewer SVDs at a time, Jacobians in a file."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("tl_coupling.jacobians.budget._free_memory", lambda _: 0.0)
+    n_layers = tiny.N_LAYERS
+    sizes = MapSizes.from_trace(tiny_trace, n_layers, n_layers, k=4)
+    block = tiny_trace.blocks[0].call.module
+    budget = Budget.from_block(block, sizes, DEFAULT_OPTIONS)
+    assert budget.n_svds == 1
+    planned = tlc.plan(tiny_trace, 4)
+    assert planned.working == budget.spectra + budget.working
+    assert planned.jacobians == budget.jacobians
+    assert planned.spilled
+    assert not budget.keeps_in_memory
+
+
 @pytest.mark.parametrize(("n_beside", "expected"), [(0, 1), (3, 4), (100, 101)])
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_within_a_limit_as_many_jacobians_share_work_as_fit_beside_the_rest(
