@@ -4,8 +4,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +17,6 @@ _END = object()
 # A log gets no line of a loop that is done sooner, and then one so often.
 _SECONDS_TO_FIRST_LINE = 10.0
 _SECONDS_BETWEEN_LINES = 30.0
-_prints_lines: ContextVar[bool] = ContextVar("prints_lines", default=False)
 
 
 def with_progress(
@@ -30,8 +27,7 @@ def with_progress(
     Args:
         items: what is looped over.
         progress: `None` shows a bar in a terminal or notebook if they take over a
-            second; in a log, within `lines_in_logs`, a line now and then. `True` shows
-            one or the other.
+            second; `True` does so too, and in a log shows a line now and then.
         description: of what is measured in the loop, for the bar.
 
     Raises:
@@ -41,21 +37,10 @@ def with_progress(
     """
     if callable(progress):
         return _checked_items(_Loop(items), progress)
-    is_wanted = progress is True or (progress is None and _prints_lines.get())
     if is_watched() and progress is not False:
         # A loop that is done within a second shows no bar.
         return tqdm(items, desc=description, leave=False, delay=1)
-    return log_progress(items, description) if is_wanted else items
-
-
-@contextmanager
-def lines_in_logs() -> Iterator[None]:
-    """Say how far long loops are where nobody sees a bar: in the log of a job."""
-    token = _prints_lines.set(True)
-    try:
-        yield
-    finally:
-        _prints_lines.reset(token)
+    return log_progress(items, description) if progress is True else items
 
 
 def log_progress(items: Iterable[Item], description: str) -> Iterator[Item]:

@@ -19,7 +19,6 @@ from typing import Annotated
 import typer
 
 from tl_coupling.files import plain
-from tl_coupling.progress import lines_in_logs
 
 app = typer.Typer(
     help="Transformer block coupling and residual-stream trajectories for "
@@ -133,7 +132,7 @@ def main() -> None:
     """
     shared: dict[str, bool] = {}
     try:
-        with _stoppable(), lines_in_logs():
+        with _stoppable():
             # Not standalone: errors come here instead of being printed by typer, and a
             # command that exits gives its status back.
             sys.exit(app(sys.argv[1:] or ["--help"], standalone_mode=False, obj=shared))

@@ -55,6 +55,7 @@ def checkpoints(
             selected_prompts,
             settings=settings,
             folder=out / "checkpoints",
+            progress=True,
             **sweep.loading,
         )
         work.write("sweep.nc", partial(data.to_netcdf, engine="netcdf4"))

@@ -80,6 +80,7 @@ def precision(
             settings=settings,
             checkpoint=None if checkpoint is None else training_step(checkpoint),
             folder=out / "precisions",
+            progress=True,
             backend=measuring.backend,
             device=measuring.device,
         )

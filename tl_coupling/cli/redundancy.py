@@ -51,6 +51,7 @@ def redundancy(
             k=ks,
             prepend_bos=setup.prepend_bos,
             orientation=comparing.orientation,
+            progress=True,
         )
         correlations = redundancy_correlations(data)
         work.write("redundancy.nc", partial(data.to_netcdf, engine="netcdf4"))

@@ -109,7 +109,7 @@ def survey(
         **sweep.loading,
     )
     with work_in(out) as work, executor_for(workers, slurm, out / "jobs") as executor:
-        data = tlc.run(survey_of_models, out / UNITS, executor)
+        data = tlc.run(survey_of_models, out / UNITS, executor, progress=True)
         # The folder as a whole, with a file for each unit.
         work.written.append(out / UNITS)
         if sweep.all_measures:

@@ -361,8 +361,8 @@ def run(
             are queued again). It gets names and paths, never models; its workers must
             see the folder.
         progress: wraps the loop over units, `tqdm.tqdm` for one. By default bars for
-            units and for the prompts of each, in a terminal or notebook; False for
-            none.
+            units and for the prompts of each, in a terminal or notebook; True for these,
+            and lines in a log; False for none.
 
     Returns:
         as `open_survey`. Units that failed are missing (NaN), with a warning; their
@@ -515,9 +515,9 @@ def _outcomes(
     progress: Progress | None,
 ) -> list[Outcome]:
     """Measure what is missing, and return what became of every unit."""
-    # Bars of several workers would overwrite each other.
-    shows_prompts = executor is None and progress is None
-    progress_of_prompts = None if shows_prompts else False
+    # Bars of several workers would overwrite each other; a function wraps units alone.
+    shows_prompts = executor is None and not callable(progress)
+    progress_of_prompts = progress if shows_prompts else False
     # What is there is still there when the units are run.
     with results.held():
         _check_names(results, units)
