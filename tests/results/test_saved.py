@@ -24,6 +24,13 @@ RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "shapes": lambda trace: tlc.trajectories.measure_trajectory(
         trace, linear=False, noise=False
     ),
+    "a linearisation": tlc.trajectories.linearisation,
+    "a linearisation without its closed form": lambda trace: (
+        tlc.trajectories.linearisation(trace, closed_form=False)
+    ),
+    "a perturbation": lambda trace: tlc.trajectories.perturbation(
+        trace, (0.1, 1.0), n_samples=2, relative=False
+    ),
     "influence": tlc.cross_token_influence,
     "products": lambda trace: tlc.dynamics.products(trace, n_draws=2),
     "a map of products": tlc.dynamics.product_map,
@@ -148,6 +155,21 @@ def test_trajectories_that_were_edited_say_so(
 def test_a_file_of_an_earlier_version_without_a_digest_is_loaded(path: Path) -> None:
     edited(path, lambda data: data.attrs.pop("digest"))
     assert content(tlc.CouplingMap.load(path)).equals(content(random_map()))
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_trajectories_of_an_earlier_version_are_loaded(
+    parts: bool, tiny_trace: tlc.Trace, tmp_path: Path
+) -> None:
+    """Their files do not say whose they are; a result inside has its own attribute."""
+    result = tlc.trajectories.measure_trajectory(tiny_trace, linear=parts, noise=parts)
+    path = result.save(tmp_path / "trajectory.nc")
+    edited(path, lambda data: [data.attrs.pop(name) for name in ("digest", "result")])
+    loaded = type(result).load(path)
+    assert content(loaded).equals(content(result))
+    assert (loaded.linearisation is not None) == parts
+    assert repr(loaded) == repr(result)
+    assert repr(loaded.perturbation) == repr(result.perturbation)
 
 
 def test_a_file_that_was_only_written_again_is_loaded(path: Path) -> None:

@@ -8,6 +8,6 @@ from tl_coupling.results.provenance import (
     differing_facts,
     joined_provenance,
 )
-from tl_coupling.results.saved import Saved, load_result
+from tl_coupling.results.saved import Saved
 
 __all__ = ["Saved"]

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import xarray
 
 _Result = TypeVar("_Result", bound="Saved")
-_Loaded = TypeVar("_Loaded")
 # The attribute of a file that says what its content was; earlier versions wrote none.
 _DIGEST = "digest"
 # What xarray, netCDF and the results themselves raise where bytes were changed.
@@ -49,6 +48,8 @@ class Saved:
         named: dict[str, tuple[str, int]] = {}
         for name, dims in self.DIMS.items():
             value = getattr(self, name)
+            if value is None:
+                continue
             if isinstance(value, Tensor):
                 for dim, size in zip(dims.split(), value.shape, strict=True):
                     named.setdefault(dim, (name, size))
@@ -70,17 +71,27 @@ class Saved:
     def to_dataset(self) -> "xarray.Dataset":
         """Return the result as an `xarray.Dataset`.
 
-        Whatever is not an array is an attribute (the provenance as JSON).
+        Whatever is not an array is an attribute (the provenance as JSON). A result
+        inside this one has its arrays beside those of this one, and the rest in an
+        attribute of its name, as JSON.
         """
         import xarray
 
-        arrays: dict[str, tuple[list[str], np.ndarray]] = {}
-        coords: dict[str, tuple[list[str], list[object]]] = {}
+        arrays: dict[str, object] = {}
+        coords: dict[str, object] = {}
         attrs: dict[str, object] = {"result": type(self).__name__}
         for field in fields(self):
             value = getattr(self, field.name)
             dims = self.DIMS.get(field.name, "").split()
-            if isinstance(value, Tensor):
+            if value is None:
+                # netCDF has no None: what is not in the file was not measured.
+                continue
+            if isinstance(value, Saved):
+                part = value.to_dataset()
+                arrays |= {str(name): array for name, array in part.data_vars.items()}
+                coords |= {str(name): array for name, array in part.coords.items()}
+                attrs[field.name] = json.dumps(_settings(value))
+            elif isinstance(value, Tensor):
                 arrays[field.name] = (dims, _as_array(value))
             elif dims:
                 coords[_name_of_coordinate(field.name)] = (dims, list(value))
@@ -116,22 +127,16 @@ class Saved:
             ValueError: it is not a result of this class, is damaged, or was changed
                 since.
         """
-        return load_result(
-            path, cls.__name__, lambda dataset: _from_dataset(dataset, cls)
-        )
+        return _load(path, cls.__name__, lambda dataset: _from_dataset(dataset, cls))
 
 
 @checked
-def load_result(
-    path: AnyPath, class_name: str, from_dataset: Callable[..., _Loaded]
-) -> _Loaded:
+def _load(
+    path: AnyPath, class_name: str, from_dataset: Callable[..., _Result]
+) -> _Result:
     """Return what `from_dataset` makes of a file, if it is as it was saved.
 
     Files without a digest, of earlier versions, are taken as they are.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: it is not a result of this class, is damaged, or was changed since.
     """
     import xarray
 
@@ -219,11 +224,40 @@ def _from_dataset(dataset: "xarray.Dataset", result_class: type[_Result]) -> _Re
     }
     # Dictionaries were written as JSON.
     stored["provenance"] = json.loads(stored["provenance"])
-    values = {}
-    for field in fields(saved_class):
+    return _from_stored(stored, saved_class)
+
+
+def _from_stored(stored: Mapping[str, Any], result_class: type[_Result]) -> _Result:
+    """Return a result from what a file holds, by name; KeyError where it lacks a field."""
+    values: dict[str, Any] = {}
+    for field in fields(result_class):
+        kinds = get_args(field.type)
         name = field.name if field.name in stored else _name_of_coordinate(field.name)
-        values[field.name] = bool(stored[name]) if field.type is bool else stored[name]
-    return saved_class(**values)
+        if name not in stored and type(None) in kinds:
+            values[field.name] = None
+        elif kinds and isinstance(kinds[0], type) and issubclass(kinds[0], Saved):
+            settings = json.loads(stored[name])
+            # As a part is made: with the provenance of the whole, and its token.
+            provenance = stored["provenance"] | {"position": settings["position"]}
+            values[field.name] = _from_stored(
+                {**stored, **settings, "provenance": provenance}, kinds[0]
+            )
+        else:
+            values[field.name] = (
+                bool(stored[name]) if field.type is bool else stored[name]
+            )
+    return result_class(**values)
+
+
+def _settings(part: Saved) -> dict[str, object]:
+    """Return what is no array of a result inside another, which has its provenance."""
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if name != "provenance"
+        and not isinstance(value, Tensor)
+        and (value is not None or name not in part.DIMS)
+    }
 
 
 def _name_of_coordinate(field_name: str) -> str:

@@ -6,7 +6,7 @@ Source: Aubry et al. 2025.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -17,6 +17,7 @@ from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection, JacobianOptions, block_jvp, passing
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
+from tl_coupling.results import Saved
 from tl_coupling.spectra import check_k, svd
 from tl_coupling.trajectories.shapes import direction_cosine
 
@@ -25,8 +26,9 @@ PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
 
 
 @made_by("trajectories.linearisation(trace)")
-@dataclass(frozen=True, eq=False)
-class Linearisation:
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Linearisation(Saved):
     """Hold a token's trajectory and three linear predictions of it.
 
     `linearisation` makes it. Entry `l` of each prediction is that of
@@ -62,6 +64,11 @@ class Linearisation:
     reference_layer: int | None
     position: int
     provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        "trajectory": "depth d_model",
+        **dict.fromkeys(("one_step", "product", "closed_form"), "layer d_model"),
+        "singular_values": "layer i",
+    }
 
     @property
     def k(self) -> int | None:
@@ -117,17 +124,14 @@ class Linearisation:
         """
         return direction_cosine(self.predicted(prediction), self.trajectory[1:])
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         # The closed form is the one part that may be missing.
         closed_form = "no closed form"
         if self.k is not None:
             closed_form = (
                 f"closed form of k={self.k} with U of layer {self.reference_layer}"
             )
-        return (
-            f"Linearisation(model={self.provenance.get('model')!r}, "
-            f"position={self.position}, {len(self.one_step)} layers, {closed_form})"
-        )
+        return f"position={self.position}, {len(self.one_step)} layers, {closed_form}"
 
 
 @checked
@@ -286,8 +290,9 @@ def _jacobian_linearisation(
 
 
 @made_by("trajectories.perturbation(trace)")
-@dataclass(frozen=True, eq=False)
-class Perturbation:
+@checked
+@dataclass(frozen=True, eq=False, repr=False)
+class Perturbation(Saved):
     """Hold how similar a token's clean and noisy trajectories are, at depths 0 to L.
 
     `perturbation` makes it.
@@ -313,21 +318,21 @@ class Perturbation:
     seed: int
     provenance: dict[str, Any]
     relative: bool = True
+    DIMS: ClassVar = {"cosine_similarity": "scale sample depth", "scales": "scale"}
 
     @property
     def mean(self) -> Float[Tensor, "n_scales n_layers_plus_1"]:
         """Mean similarity over the samples."""
         return self.cosine_similarity.mean(1)
 
-    def __repr__(self) -> str:
+    def _summary(self) -> str:
         n_scales, n_samples, n_depths = self.cosine_similarity.shape
         first, *_, last = self.mean.mean(0).tolist()
         scales = "scales" if self.relative else "absolute scales"
         return (
-            f"Perturbation(model={self.provenance.get('model')!r}, "
             f"position={self.position}, "
             f"{n_scales} {scales} × {n_samples} samples × {n_depths} depths, "
-            f"mean cosine {first:.3f} before the first layer, {last:.3f} after the last)"
+            f"mean cosine {first:.3f} before the first layer, {last:.3f} after the last"
         )
 
 

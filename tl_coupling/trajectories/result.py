@@ -1,18 +1,18 @@
 """All measures of one prompt's trajectories in one object, and its file."""
 
-import json
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import AnyPath, checked, warn_caller
+from tl_coupling.arguments import checked, made_by, warn_caller
 from tl_coupling.blocks import Trace
 from tl_coupling.models import JacobianLens
 from tl_coupling.progress import Progress
-from tl_coupling.results import Saved, load_result
+from tl_coupling.results import Saved
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import shapes
 from tl_coupling.trajectories.lenses import check_lens
@@ -30,30 +30,7 @@ if TYPE_CHECKING:
 
 # Rows of the stream whose logits are in memory at a time.
 _ROWS_OF_LOGITS = 64
-# The axes of every array in the file: of those in a result, of those in its parts, and
-# of those that are made for the file alone.
 _TOKEN_MEASURES = ("line_shape_score", "expodistance", "equidistance")
-_PREDICTION_MEASURES = ("relative_error", "cosine_similarity")
-_FIT_MEASURES = ("slope", "intercept", "r_squared")
-_AXES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_TOKEN_MEASURES, ("token",)),
-    "norm": ("depth", "token"),
-    "logit_lens_entropy": ("depth", "token"),
-    "step_length": ("layer", "token"),
-    "line_shape_score_by_depth": ("layer", "token"),
-    "line_shape_score_windowed": ("middle_layer", "token"),
-    "trajectory": ("depth", "d_model"),
-    "one_step": ("layer", "d_model"),
-    "product": ("layer", "d_model"),
-    "closed_form": ("layer", "d_model"),
-    "singular_values": ("layer", "i"),
-    "cosine_similarity": ("scale", "sample", "depth"),
-    **{
-        f"linearisation_{name}": ("prediction", "layer")
-        for name in _PREDICTION_MEASURES
-    },
-    **{f"inverse_singular_value_{name}": ("i",) for name in _FIT_MEASURES},
-}
 # All others are numbers without a unit.
 _UNITS = {
     "norm": "residual stream",
@@ -64,11 +41,11 @@ _UNITS = {
     "closed_form": "residual stream",
     "logit_lens_entropy": "nat",
 }
-# `None` where they were not measured.
-_OPTIONAL = ("logit_lens_entropy", "closed_form", "singular_values")
 _PARTS = ("linearisation", "perturbation")
 
 
+@made_by("trajectories.measure_trajectory(trace)")
+@checked
 @dataclass(frozen=True, eq=False, repr=False)
 class TrajectoryResult(Saved):
     """Hold the shapes of all tokens' trajectories, and predictions of one.
@@ -105,6 +82,12 @@ class TrajectoryResult(Saved):
     linearisation: Linearisation | None
     perturbation: Perturbation | None
     provenance: dict[str, Any]
+    DIMS: ClassVar = {
+        **dict.fromkeys(_TOKEN_MEASURES, "token"),
+        **dict.fromkeys(("norm", "logit_lens_entropy"), "depth token"),
+        **dict.fromkeys(("step_length", "line_shape_score_by_depth"), "layer token"),
+        "line_shape_score_windowed": "middle_layer token",
+    }
 
     @property
     def n_layers(self) -> int:
@@ -119,24 +102,13 @@ class TrajectoryResult(Saved):
         `[prediction layer]`, and slope, intercept and R² of the least-squares line
         through `1/σ_i` against layer.
         """
-        import xarray
-
-        arrays = _arrays(self)
-        attributes = {"window": self.window, "provenance": json.dumps(self.provenance)}
-        # A part that was left out leaves no trace in the file.
-        for name in _PARTS:
-            part = getattr(self, name)
-            if part is not None:
-                arrays |= _arrays(part)
-                attributes[name] = json.dumps(_settings(part))
+        dataset = super().to_dataset()
         if self.linearisation is not None:
-            arrays |= _accuracies(self.linearisation)
-            arrays |= _inverse_fits(self.linearisation)
-        variables = {
-            name: (_AXES[name], values.cpu().numpy(), {"units": _UNITS.get(name, "1")})
-            for name, values in arrays.items()
-        }
-        return xarray.Dataset(variables, self._coordinates(), attributes)
+            dataset = dataset.assign(_accuracies(self.linearisation))
+            dataset = dataset.assign(_inverse_fits(self.linearisation))
+        for name, values in dataset.data_vars.items():
+            values.attrs["units"] = _UNITS.get(str(name), "1")
+        return dataset.assign_coords(self._coordinates())
 
     def _coordinates(self) -> dict[str, Any]:
         """Return what stands along each axis of the dataset."""
@@ -152,25 +124,7 @@ class TrajectoryResult(Saved):
         }
         if self.linearisation is not None:
             coordinates["prediction"] = _predictions(self.linearisation)
-        if self.perturbation is not None:
-            coordinates["scale"] = list(self.perturbation.scales)
         return coordinates
-
-    @classmethod
-    def load(cls, path: AnyPath) -> "TrajectoryResult":
-        """Read what `save` wrote; errors as those of other results."""
-        return load_result(path, cls.__name__, cls._from_dataset)
-
-    @classmethod
-    def _from_dataset(cls, data: "xarray.Dataset") -> "TrajectoryResult":
-        provenance = json.loads(data.attrs["provenance"])
-        return cls(
-            **_fields_in(data, cls),
-            window=int(data.attrs["window"]),
-            linearisation=_linearisation_in(data, provenance),
-            perturbation=_perturbation_in(data, provenance),
-            provenance=provenance,
-        )
 
     def _summary(self) -> str:
         means = ", ".join(
@@ -185,24 +139,6 @@ class TrajectoryResult(Saved):
         )
 
 
-def _arrays(result: object) -> dict[str, Tensor]:
-    """Return the arrays of a result or of one of its parts, by name."""
-    return {
-        name: values
-        for name, values in vars(result).items()
-        if name in _AXES and values is not None
-    }
-
-
-def _settings(part: Linearisation | Perturbation) -> dict[str, Any]:
-    """Return what is no array of a part; the result has its provenance."""
-    return {
-        name: value
-        for name, value in vars(part).items()
-        if name not in _AXES and name != "provenance"
-    }
-
-
 def _predictions(linear: Linearisation) -> list[Prediction]:
     """Return the names of the predictions that were made."""
     return [
@@ -212,70 +148,28 @@ def _predictions(linear: Linearisation) -> list[Prediction]:
     ]
 
 
-def _accuracies(linear: Linearisation) -> dict[str, Tensor]:
+def _accuracies(linear: Linearisation) -> dict[str, tuple[list[str], np.ndarray]]:
     """Return how good each prediction is at each layer."""
     names = _predictions(linear)
     errors = [linear.relative_error(name) for name in names]
     cosines = [linear.cosine_similarity(name) for name in names]
+    axes = ["prediction", "layer"]
     return {
-        "linearisation_relative_error": torch.stack(errors),
-        "linearisation_cosine_similarity": torch.stack(cosines),
+        "linearisation_relative_error": (axes, torch.stack(errors).cpu().numpy()),
+        "linearisation_cosine_similarity": (axes, torch.stack(cosines).cpu().numpy()),
     }
 
 
-def _inverse_fits(linear: Linearisation) -> dict[str, Tensor]:
+def _inverse_fits(linear: Linearisation) -> dict[str, tuple[list[str], np.ndarray]]:
     """Return the lines through `1/σ_i` against layer, which take two layers."""
     if linear.singular_values is None or len(linear.singular_values) < 2:
         return {}
     # Made for the file: who reads it without this package has the lines too.
     fit = inverse_singular_value_fit(linear.singular_values)
     return {
-        f"inverse_singular_value_{name}": values for name, values in vars(fit).items()
+        f"inverse_singular_value_{name}": (["i"], values.cpu().numpy())
+        for name, values in vars(fit).items()
     }
-
-
-def _fields_in(data: "xarray.Dataset", kind: type) -> dict[str, Any]:
-    """Return the arrays that a class has as fields; KeyError where one is missing."""
-    # Fields that are no arrays are in the attributes.
-    names = [field.name for field in fields(kind) if field.name in _AXES]
-    absent = [name for name in names if name in _OPTIONAL and name not in data]
-    arrays = {
-        name: torch.from_numpy(data[name].values)
-        for name in names
-        if name not in absent
-    }
-    return arrays | dict.fromkeys(absent)
-
-
-def _linearisation_in(
-    data: "xarray.Dataset", provenance: dict[str, Any]
-) -> Linearisation | None:
-    """Return the linearisation that a file holds, if any."""
-    if "linearisation" not in data.attrs:
-        return None
-    settings = json.loads(data.attrs["linearisation"])
-    return Linearisation(
-        **_fields_in(data, Linearisation),
-        **settings,
-        # As `linearisation` made it: the trace's, with the token.
-        provenance=provenance | {"position": settings["position"]},
-    )
-
-
-def _perturbation_in(
-    data: "xarray.Dataset", provenance: dict[str, Any]
-) -> Perturbation | None:
-    """Return the perturbation that a file holds, if any."""
-    if "perturbation" not in data.attrs:
-        return None
-    settings = json.loads(data.attrs["perturbation"])
-    # JSON has lists, and no tuples.
-    settings["scales"] = tuple(settings["scales"])
-    return Perturbation(
-        **_fields_in(data, Perturbation),
-        **settings,
-        provenance=provenance | {"position": settings["position"]},
-    )
 
 
 @checked
