@@ -218,7 +218,8 @@ class Budget:
         return replace(
             budget,
             chunk_size=budget.chunk_size or budget.n_seeds,
-            # One is part of the working memory; those that share work are held together.
+            # One is part of the working memory; those that share work are held
+            # together.
             n_sharing=1 + free // budget.matrix,
             keeps_in_memory=keeps_in_memory,
         )

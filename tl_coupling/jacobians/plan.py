@@ -109,7 +109,8 @@ def plan(
 ) -> Plan:
     """Return the bytes and matrix products of `depth_coupling` before it runs.
 
-    They are of one prompt and one orientation. Of a model's name only the configuration is read.
+    They are of one prompt and one orientation. Of a model's name only the configuration
+    is read.
 
     Args:
         trace: a traced prompt, a model, or a model's name as for `load_model`.
@@ -153,7 +154,7 @@ def plan(
     sizes = MapSizes(d, planned.itemsize, n_layers, n_layers, k)
     options = JacobianOptions(max_memory=max_memory)
     budget = Budget.from_block(block, sizes, options)
-    flops = planned.flops_of_blocks(n_pos)
+    flops = planned.flops_by_stage(n_pos)
     flops["svd"] = n_layers * flops_of_svd(d, min(k + 1, d))
     flops["pairs"] = 2.0 * n_layers**2 * (k * d**2 + k**2 * d)
     return Plan(
@@ -254,7 +255,7 @@ class _Planned:
             return self.itemsize * max(map(_size, self.blocks))
         return 0
 
-    def flops_of_blocks(self, n_pos: int) -> dict[str, float]:
+    def flops_by_stage(self, n_pos: int) -> dict[str, float]:
         """Return the flops of all layers, by stage: "trace", "gate", "jacobians"."""
         flops_by_block = [
             _block_flops(block, self.cfg, self.d_model, n_pos) for block in self.blocks
@@ -316,24 +317,49 @@ class _StandardBlock:
             cfg, ("d_mlp", "intermediate_size", "ffn_dim", "n_inner"), default=4 * d
         )
         matrices = [p for p in block.parameters() if p.ndim > 1]
-        entries_of_mlp = sum(
+        mlp_entries = sum(
             p.numel()
             for p in matrices
             if p.ndim == 2 and {d_mlp, 2 * d_mlp} & set(p.shape)
         )
-        entries_of_attention = sum(p.numel() for p in matrices) - entries_of_mlp
+        attention_entries = sum(p.numel() for p in matrices) - mlp_entries
         joint = d_head * (n_heads + 2 * n_shared) * d
         expected = joint + d_head * n_heads * d
         # A bridge has joint matrices beside what it cut from them.
         adds_up = any(
-            abs(entries_of_attention - entries) < 0.02 * entries
+            abs(attention_entries - entries) < 0.02 * entries
             for entries in (expected, expected + joint)
         )
-        n_mlp_of_entries = {2 * d * d_mlp: 2, 3 * d * d_mlp: 3, 5 * d * d_mlp: 3}
-        n_mlp = n_mlp_of_entries.get(entries_of_mlp)
+        n_mlp_by_entries = {2 * d * d_mlp: 2, 3 * d * d_mlp: 3, 5 * d * d_mlp: 3}
+        n_mlp = n_mlp_by_entries.get(mlp_entries)
         if n_mlp is None or not adds_up:
             return None
         return cls(d_head, d_head * n_heads, n_heads // n_shared, d_mlp, n_mlp)
+
+    def flops(self, d: int, n_pos: int, is_parallel: bool) -> dict[str, float]:
+        """Return the flops for a stream of width d, by stage."""
+        d_head = self.d_head
+        d_z = self.d_z
+        group = self.group
+        # Keys and values are shared by a group of heads.
+        qkv = 2.0 * d * (d_z + 2 * d_z // group)
+        mlp = 2.0 * self.n_mlp * d * self.d_mlp
+        mlp_before = 2.0 * (self.n_mlp - 1) * d * self.d_mlp
+        attention = qkv + 2.0 * d * d_z
+        score_products = 4.0 * n_pos**2 * d_z
+        # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the
+        # MLP's Jacobian after attention's.
+        products = 2.0 * d**2 * (self.d_mlp + d_z + d * (not is_parallel))
+        # W_Q, W_K and W_V behind the gradients of q, k and v, and the rows that meet.
+        heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
+        return {
+            "trace": n_pos * (attention + mlp) + score_products,
+            # The backward pass of q Kᵀ and P V is two products for each.
+            "gate": 4 * (n_pos * attention + mlp) + 5 * score_products,
+            # The block on the token, and its queries, keys, values and what enters the
+            # MLP's nonlinearity once more.
+            "jacobians": products + heads + attention + mlp + qkv + mlp_before,
+        }
 
 
 def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
@@ -354,42 +380,17 @@ def _block_flops(block: nn.Module, cfg: object, d: int, n_pos: int) -> dict[str,
     if sizes is None:
         return _unknown_block_flops(block, d, n_pos)
     is_parallel = getattr(cfg, "parallel_attn_mlp", False)
-    return _standard_block_flops(sizes, d, n_pos, is_parallel)
+    return sizes.flops(d, n_pos, is_parallel)
 
 
 def _unknown_block_flops(block: nn.Module, d: int, n_pos: int) -> dict[str, float]:
     """Return an upper bound: every row goes through all weights."""
     row = 2.0 * sum(p.numel() for p in block.parameters() if p.ndim > 1)
     # q Kᵀ and P V, two flops for a multiplication and an addition each.
-    rows_meet = 4.0 * n_pos**2 * d
+    score_products = 4.0 * n_pos**2 * d
     return {
-        "trace": n_pos * row + rows_meet,
-        "gate": 4 * n_pos * row + 5 * rows_meet,
+        "trace": n_pos * row + score_products,
+        "gate": 4 * n_pos * row + 5 * score_products,
         # One backward pass of one row for each row of J.
         "jacobians": d * row,
-    }
-
-
-def _standard_block_flops(
-    sizes: _StandardBlock, d: int, n_pos: int, is_parallel: bool
-) -> dict[str, float]:
-    d_head, d_z, group = sizes.d_head, sizes.d_z, sizes.group
-    # Keys and values are shared by a group of heads.
-    qkv = 2.0 * d * (d_z + 2 * d_z // group)
-    mlp = 2.0 * sizes.n_mlp * d * sizes.d_mlp
-    mlp_before = 2.0 * (sizes.n_mlp - 1) * d * sizes.d_mlp
-    attention = qkv + 2.0 * d * d_z
-    rows_meet = 4.0 * n_pos**2 * d_z
-    # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the MLP's
-    # Jacobian after attention's.
-    products = 2.0 * d**2 * (sizes.d_mlp + d_z + d * (not is_parallel))
-    # W_Q, W_K and W_V behind the gradients of q, k and v, and the rows that meet.
-    heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
-    return {
-        "trace": n_pos * (attention + mlp) + rows_meet,
-        # The backward pass of q Kᵀ and P V is two products for each.
-        "gate": 4 * (n_pos * attention + mlp) + 5 * rows_meet,
-        # The block on the token, and its queries, keys, values and what enters the
-        # MLP's nonlinearity once more.
-        "jacobians": products + heads + attention + mlp + qkv + mlp_before,
     }

@@ -151,15 +151,14 @@ class SimilarRanks:
 
     def __call__(self, J: Float[Tensor, "n d d"]) -> Float[Tensor, "n d"]:
         """Return the singular values of some matrices."""
-        return torch.stack([self._values(matrix) for matrix in J])
-
-    def _values(self, J: Float[Tensor, "d d"]) -> Float[Tensor, " d"]:
-        S = self._sketched(J)
-        if S is not None:
-            return S
-        S = singular_values(J)
-        self._rank = int((S / S[0] > _ROUNDING).sum())
-        return S
+        values = []
+        for matrix in J:
+            S = self._sketched(matrix)
+            if S is None:
+                S = singular_values(matrix)
+                self._rank = int((S / S[0] > _ROUNDING).sum())
+            values.append(S)
+        return torch.stack(values)
 
     def _sketched(self, J: Float[Tensor, "d d"]) -> Float[Tensor, " d"] | None:
         """Return the singular values by a sketch; None where it does not hold J."""
