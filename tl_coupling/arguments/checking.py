@@ -49,12 +49,13 @@ def checked(public: _Public) -> _Public:
             return public(*converted.args, **converted.kwargs)
 
     # What `help` and Jupyter show: types, without the rules on their values.
-    checked_call.__signature__ = _plain_signature(inspect.signature(public))  # type: ignore[attr-defined]
+    plain_signature = _plain_signature(inspect.signature(public))
+    checked_call.__signature__ = plain_signature  # type: ignore[attr-defined]
     return typing.cast(_Public, checked_call)
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise ValueError, naming the argument, unless all characters of a text are whole."""
+    """Raise ValueError, naming the argument, if a character of a text is half of one."""
     _convert(kind_of(Text), Argument(text, name, {}))
 
 
@@ -72,7 +73,7 @@ class _Signature:
     def convert(
         self, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> inspect.BoundArguments:
-        """Return the arguments of a call, converted to what their annotations ask for."""
+        """Return a call's arguments, converted to what their annotations ask for."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -443,7 +443,7 @@ class _Array(Kind):
 
 
 def _numpy_array(value: object) -> np.ndarray:
-    """Return a value as an array of numpy, in which whole numbers are floating-point."""
+    """Return a value as a numpy array; whole numbers become floating-point."""
     try:
         if isinstance(value, Tensor):
             value = value.detach().cpu()
@@ -455,7 +455,7 @@ def _numpy_array(value: object) -> np.ndarray:
 
 
 def _torch_tensor(value: object) -> Tensor:
-    """Return a tensor as it is, and a numpy array as a tensor if torch has its dtype."""
+    """Return a tensor as it is, a numpy array as a tensor if torch has its dtype."""
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, np.ndarray):

@@ -2,7 +2,8 @@
 
 Autocast, TF32, torch's default dtype and default device would change numbers without a
 word. Some of these belong to the process, as do the levels of forward differentiation
-and, in `blocks`, weights, hooks and attention kernels. So one thread measures at a time.
+and, in `blocks`, weights, hooks and attention kernels. So one thread measures at a
+time.
 """
 
 import functools

@@ -17,7 +17,7 @@ _PLAIN = str | bytes | complex | Real | type | torch.dtype | None
 
 
 def format_shape(lengths: Iterable[object]) -> str:
-    """Return the shape of a tensor as in `[2 3]`, or names of its axes as in `[n k]`."""
+    """Return a tensor's shape as in `[2 3]`, or names of its axes as in `[n k]`."""
     return f"[{' '.join(map(str, lengths))}]"
 
 
@@ -44,7 +44,7 @@ def described(value: object) -> str:
 
 
 def _parts(value: object) -> Iterable[object]:
-    """Return what a container holds, keys and values of a dict; else the value alone."""
+    """Return what a container holds, a dict's keys and values; else the value alone."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, list | tuple | set):

@@ -45,7 +45,8 @@ class Plan:
 
     Example:
         >>> plan = tlc.plan(trace, k=8)
-        >>> plan.jacobians, plan.result  # 2 of 32 × 32 and 4 of 8 × 8 numbers of 4 bytes
+        >>> # 2 of 32 × 32 and 4 of 8 × 8 numbers of 4 bytes
+        >>> plan.jacobians, plan.result
         (8192, 1024)
         >>> plan.peak == plan.weights + plan.jacobians + plan.result + plan.working
         True

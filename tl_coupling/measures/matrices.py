@@ -188,7 +188,8 @@ def captured_energy(
     errors as in `spectral_miscoupling`.
 
     Example:
-        >>> tlc.captured_energy(torch.tensor([[1.2, 0.0], [0.0, 0.5]]), torch.tensor([2.4, 1.0]))
+        >>> A = torch.tensor([[1.2, 0.0], [0.0, 0.5]])
+        >>> tlc.captured_energy(A, torch.tensor([2.4, 1.0]))
         tensor(0.5000)
     """
     s = top_values(S_1, A.shape[-1])

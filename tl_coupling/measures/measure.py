@@ -103,7 +103,7 @@ class Measure(ABC):
     def value(
         self, A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
     ) -> Float[Tensor, "*batch"]:
-        """Return the measure of coupling matrices, given singular values of their J_1."""
+        """Return the measure of coupling matrices, given their J_1's singular values."""
 
     @abstractmethod
     def corner_values(self, corners: Corners) -> Float[Tensor, "*batch k"]:
@@ -206,7 +206,7 @@ class Miscoupling(Measure):
 
 
 class SpectralMiscoupling(Measure):
-    """`m_K`, the distance of A from J_1's singular values; `p` and `absolute` as there."""
+    """`m_K`, the distance of A from J_1's singular values: `spectral_miscoupling`."""
 
     def value(self, A: Tensor, S_1: Tensor) -> Tensor:
         """Return `spectral_miscoupling(A, S_1, p, absolute)`."""
@@ -347,7 +347,7 @@ def measured_in(variables: Iterable[object]) -> list[str]:
 
 
 def mean_name(measure: str) -> str:
-    """Return what the mean over pairs of a measure is called in the data of a survey."""
+    """Return what a measure's mean over pairs is called in the data of a survey."""
     return f"{_MEAN}{measure}"
 
 

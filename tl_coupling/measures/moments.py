@@ -69,7 +69,7 @@ def moments_in_spans(
     paired: bool,
     absolute: bool,
 ) -> Moments:
-    """Return the moments for random bases of the spans that A is in; see `rotation_null`.
+    """Return the moments for random bases of A's own spans; see `rotation_null`.
 
     Args:
         A: a coupling matrix, or many.

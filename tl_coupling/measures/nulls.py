@@ -211,7 +211,8 @@ def rotation_null(
 
     Example:
         >>> A, S_1 = torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([2.0, 1.0])
-        >>> 1 - tlc.measures.rotation_null(A, S_1, "normalized_miscoupling") ** 2, 1 - 1 / 20
+        >>> null = tlc.measures.rotation_null(A, S_1, "normalized_miscoupling")
+        >>> 1 - null**2, 1 - 1 / 20
         (tensor(0.9500, dtype=torch.float64), 0.95)
     """
     measured = measure_named(measure, p=p, absolute=absolute)
@@ -245,7 +246,8 @@ def random_rotations(
         generator: of the random numbers.
 
     Example:
-        >>> Q = tlc.measures.random_rotations(2, 5, generator=torch.Generator().manual_seed(0))
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> Q = tlc.measures.random_rotations(2, 5, generator=generator)
         >>> torch.allclose(Q.mT @ Q, torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
         True
     """
@@ -278,7 +280,7 @@ def draws_of_random_subspaces(
     Args:
         k: size of A.
         n: how many.
-        d_model, S_1, frobenius_norm: of J_1; S_1 are the largest singular values or all.
+        d_model, S_1, frobenius_norm: of J_1; S_1 are its largest singular values.
         generator: of the random numbers.
 
     Raises ValueError for a k above `d_model`, and for NaN or infinite singular values.
@@ -286,7 +288,9 @@ def draws_of_random_subspaces(
     Example:
         >>> S_1, generator = torch.ones(40), torch.Generator().manual_seed(0)
         >>> J_1 = {"d_model": 40, "S_1": S_1, "frobenius_norm": S_1.norm()}
-        >>> A = tlc.measures.draws_of_random_subspaces(2, 4000, **J_1, generator=generator)
+        >>> A = tlc.measures.draws_of_random_subspaces(
+        ...     2, 4000, **J_1, generator=generator
+        ... )
         >>> m = tlc.normalized_miscoupling(A)
         >>> round(float(m.square().mean().sqrt()), 2), round(float(m.mean()), 2)
         (0.71, 0.67)

@@ -129,7 +129,7 @@ def nuclear_overlap(
     coupling matrix `A = U_2ᵀ J_1 V_2` it has.
 
     Args:
-        cosines: `U_1ᵀ U_2` of the top k vectors (or `V_1ᵀ V_2`, the read side), or many.
+        cosines: `U_1ᵀ U_2` of the top k vectors, or `V_1ᵀ V_2`, the read side.
         S_1, S_2: singular values, largest first, at least k of each; the top k count.
 
     Raises ValueError for too few singular values, and for NaN or infinite entries.
@@ -138,7 +138,8 @@ def nuclear_overlap(
     Cost: the singular values of a k×k matrix for each.
 
     Example:
-        >>> cosines, S = torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.tensor([2.0, 1.0])
+        >>> cosines = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        >>> S = torch.tensor([2.0, 1.0])
         >>> tlc.measures.nuclear_overlap(torch.eye(2), S, S)
         tensor(1.)
         >>> tlc.measures.nuclear_overlap(cosines, S, S)  # 2 · 2 · 1 of 2² + 1²

@@ -28,7 +28,8 @@ def without_top(
     above `d_model`. Cost: an SVD of each.
 
     Example:
-        >>> tlc.svd(tlc.measures.without_top(torch.diag(torch.tensor([3.0, 2.0, 1.0])), 1)).S
+        >>> J = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+        >>> tlc.svd(tlc.measures.without_top(J, 1)).S
         tensor([2., 1., 0.])
     """
     _check_r(J, r)

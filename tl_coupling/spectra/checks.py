@@ -71,9 +71,9 @@ def _check_rank(S: Float[Tensor, "n n_singular"], names: list[str]) -> None:
         too_few_names = ", ".join(itertools.compress(names, has_too_few.tolist()))
         rank = int(ranks.min())
         warn_caller(
-            f"k = {S.shape[-1]} is above the rank of {too_few_names} (at least {rank}): "
-            "singular vectors beyond it are arbitrary, and so is the coupling at this "
-            f"k; ask for at most {max(1, rank)}"
+            f"k = {S.shape[-1]} is above the rank of {too_few_names} "
+            f"(at least {rank}): singular vectors beyond it are arbitrary, "
+            f"and so is the coupling at this k; ask for at most {max(1, rank)}"
         )
 
 

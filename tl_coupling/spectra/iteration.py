@@ -187,7 +187,7 @@ def _filtered_spaces(
 
 
 class _Filter(NamedTuple):
-    """The error before a filter, where it ends, its degree, and whether it is the last."""
+    """The error before a filter, its cut and degree, and whether it is the last."""
 
     error: float
     cut: float

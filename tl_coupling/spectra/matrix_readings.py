@@ -125,7 +125,8 @@ def asymmetry(J: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch"]:
     Aubry et al. 2025, eq. 24, `J ≈ U S Uᵀ`, is symmetric.
 
     Example:
-        >>> symmetric, antisymmetric = [[0.0, 1.0], [1.0, 0.0]], [[0.0, 1.0], [-1.0, 0.0]]
+        >>> symmetric = [[0.0, 1.0], [1.0, 0.0]]
+        >>> antisymmetric = [[0.0, 1.0], [-1.0, 0.0]]
         >>> J = torch.tensor([symmetric, antisymmetric, [[0.0, 1.0], [0.0, 0.0]]])
         >>> tlc.spectra.asymmetry(J)
         tensor([0.0000, 1.0000, 0.7071])
@@ -147,7 +148,8 @@ def participation_ratio(S: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]
     and at least 0.
 
     Example:
-        >>> tlc.spectra.participation_ratio(torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]))
+        >>> S = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+        >>> tlc.spectra.participation_ratio(S)
         tensor([3., 1.])
     """
     energy = _shares(S, "participation ratio").square()
