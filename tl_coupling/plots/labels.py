@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import matplotlib
 import numpy as np
@@ -17,6 +17,7 @@ from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.ticker import MaxNLocator
+from numpy.typing import ArrayLike
 
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
@@ -44,10 +45,6 @@ MAX_TOKEN_TICKS = 20
 _LONGEST_PROMPT = 48
 
 _Result = TypeVar("_Result")
-# Context variables and no globals: each thread and task of a notebook has its own.
-_OFF_SCREEN = ContextVar("off_screen", default=False)
-# In inches, inside `paper_style`.
-_PAPER_WIDTH: ContextVar[float | None] = ContextVar("paper_width", default=None)
 _PAPER: Any = {
     "font.size": 7,
     "axes.titlesize": 7,
@@ -67,6 +64,30 @@ _PAPER: Any = {
     "pdf.fonttype": 42,
     "savefig.dpi": 300,
 }
+
+
+class _Surroundings(NamedTuple):
+    """Where figures are made: within `off_screen`, and within `paper_style` of a width
+    in inches.
+    """
+
+    off_screen: bool = False
+    paper_width: float | None = None
+
+
+_ON_SCREEN = _Surroundings()
+# State, because whoever writes `with paper_style():` means every picture inside; and no
+# global, because each thread and task of a notebook has its own.
+_SURROUNDINGS = ContextVar("surroundings", default=_ON_SCREEN)
+
+
+@contextmanager
+def _surrounded(**changes: Any) -> Iterator[None]:
+    token = _SURROUNDINGS.set(_SURROUNDINGS.get()._replace(**changes))
+    try:
+        yield
+    finally:
+        _SURROUNDINGS.reset(token)
 
 
 class Picture(Figure):
@@ -91,11 +112,8 @@ def off_screen() -> Iterator[None]:
         >>> with tlc.plots.off_screen():
         ...     tlc.plot_trajectories(trace).savefig("trajectories.png")
     """
-    token = _OFF_SCREEN.set(True)
-    try:
+    with _surrounded(off_screen=True):
         yield
-    finally:
-        _OFF_SCREEN.reset(token)
 
 
 @checked
@@ -114,12 +132,8 @@ def paper_style(width: Positive = 3.3) -> Iterator[None]:
         >>> float(ax.figure.get_figwidth()), ax.get_title()
         (3.3, '')
     """
-    token = _PAPER_WIDTH.set(width)
-    try:
-        with matplotlib.rc_context(_PAPER):
-            yield
-    finally:
-        _PAPER_WIDTH.reset(token)
+    with _surrounded(paper_width=width), matplotlib.rc_context(_PAPER):
+        yield
 
 
 def new_figure(
@@ -131,11 +145,11 @@ def new_figure(
 
     Pyplot knows it unless it is made `off_screen`.
     """
-    paper_width = _PAPER_WIDTH.get()
+    off_screen, paper_width = _SURROUNDINGS.get()
     if paper_width is not None:
         # The proportions stay those for which the picture was laid out.
         width, height = paper_width, height * paper_width / width
-    if _OFF_SCREEN.get():
+    if off_screen:
         # A bare Figure is not registered with pyplot: it is freed when it is forgotten.
         return Figure(figsize=(width, height), layout=layout)
     from matplotlib import pyplot
@@ -143,7 +157,7 @@ def new_figure(
     return pyplot.figure(figsize=(width, height), layout=layout, FigureClass=Picture)
 
 
-def named(results: Any, kind: type[_Result]) -> dict[str, _Result]:
+def named(results: object, kind: type[_Result]) -> dict[str, _Result]:
     """Return results of one kind by the name that they are drawn under.
 
     One alone goes by its model's name. Maps must be of layers.
@@ -208,7 +222,7 @@ def assign_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result
         count[untrained] += 1
 
 
-def one_null(nulls: Any) -> float | None:
+def one_null(nulls: ArrayLike) -> float | None:
     """Return what random subspaces give, if that is the same everywhere.
 
     It is for all measures but one.
@@ -220,7 +234,7 @@ def one_null(nulls: Any) -> float | None:
     return float(finite_nulls[0])
 
 
-def draw_null(line: Callable[..., Any], nulls: Any) -> bool:
+def draw_null(line: Callable[..., object], nulls: ArrayLike) -> bool:
     """Draw a dashed line where there is `one_null`, and say whether there is.
 
     `line` is `ax.axhline` or `ax.axvline`.
@@ -240,13 +254,20 @@ def mark_null(bar: Axes, null: float) -> None:
 def mark_and_name_null(bar: Axes, null: float) -> None:
     """Draw the line of `mark_null`, and write what it is beside it."""
     mark_null(bar, null)
-    look: dict[str, Any] = {"ha": "right", "va": "center", "fontsize": "small"}
-    bar.text(-0.2, null, "null ▸", transform=bar.get_yaxis_transform(), **look)
+    bar.text(
+        -0.2,
+        null,
+        "null ▸",
+        transform=bar.get_yaxis_transform(),
+        ha="right",
+        va="center",
+        fontsize="small",
+    )
 
 
 def name_ticks(
     axis: Axis,
-    names: Sequence[Any],
+    names: Sequence[object],
     max_ticks: int,
     places: np.ndarray | None = None,
     **options: Any,
@@ -286,7 +307,7 @@ def short_measure(measure: AnyMeasure) -> str:
     return measure_named(measure).label.partition("$")[0].strip()
 
 
-def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
+def map_heading(maps: Sequence[CouplingMap], k: int | None = None) -> str:
     """Return what was measured, on which model, for which prompt and token.
 
     The title says only what all maps have in common.
@@ -313,7 +334,7 @@ def map_heading(maps: Sequence[Any], k: int | None = None) -> str:
     return heading(" · ".join(parts), provenances, positions)
 
 
-def _fixed_end(maps: Sequence[Any]) -> list[str]:
+def _fixed_end(maps: Sequence[CouplingMap]) -> list[str]:
     """Say which end of context maps is fixed at which token, if that is known of all."""
     first = maps[0].provenance
     ends = {
@@ -385,7 +406,7 @@ def short_names(models: Sequence[str]) -> list[str]:
 
 def entitle(drawn: Axes | Figure, text: str) -> None:
     """Set a title that is not read as mathematics; none in the style of papers."""
-    if _PAPER_WIDTH.get() is not None:
+    if _SURROUNDINGS.get().paper_width is not None:
         return
     set_title = drawn.set_title if isinstance(drawn, Axes) else drawn.suptitle
     set_title(plain(text), fontsize="medium", parse_math=False)

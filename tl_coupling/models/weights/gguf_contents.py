@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tl_coupling.models.errors import ModelError
+
+if TYPE_CHECKING:
+    import gguf
 
 # Keys beside those of the architecture, and why no number of the model depends on them.
 _HARMLESS_BEGINNINGS = {
@@ -130,7 +133,7 @@ class GgufContents:
     architecture: str
     keys: tuple[str, ...]
     settings: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, "gguf.ReaderTensor"]
 
     @classmethod
     def from_file(cls, name: str, path: Path) -> "GgufContents":
@@ -141,7 +144,7 @@ class GgufContents:
         """
         import gguf
 
-        reader: Any = gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
         architecture = str(reader.fields["general.architecture"].contents())
         kind = reader.fields.get("general.type")
         if kind is not None and kind.contents() == "adapter":
@@ -269,7 +272,7 @@ class CompletedConfig:
         # `_rotation` places these together, or refuses them.
         if setting.startswith(("rope.scaling.", "rope.scale_linear")):
             return True
-        place: Callable[[Any], bool] | None = {
+        place: Callable[..., bool] | None = {
             "attention.scale": self._place_scale,
             "attention.sliding_window": self._place_window,
             "attention.sliding_window_pattern": self._place_pattern,
@@ -294,7 +297,7 @@ class CompletedConfig:
                 return True
         return says_nothing
 
-    def _is_own_rule(self, setting: str, value: Any) -> bool:
+    def _is_own_rule(self, setting: str, value: object) -> bool:
         """Say whether a key repeats what holds for every model of its architecture."""
         architecture = self.contents.architecture
         rules = {
@@ -319,10 +322,10 @@ class CompletedConfig:
         n_heads = self.contents.settings.get("attention.head_count") or 1
         return int(self.contents.settings.get("embedding_length", 0)) // n_heads
 
-    def _is_head_width(self, width: Any) -> bool:
+    def _is_head_width(self, width: object) -> bool:
         return bool(width == self._head_width)
 
-    def _is_local_head_width(self, width: Any) -> bool:
+    def _is_local_head_width(self, width: object) -> bool:
         return bool(width == self.contents.settings.get("attention.key_length_swa"))
 
     def _place_scale(self, scale: float) -> bool:
@@ -340,7 +343,7 @@ class CompletedConfig:
         # bits.
         return math.isclose(scale * math.sqrt(self._head_width), 1, rel_tol=1e-5)
 
-    def _place_window(self, window: Any) -> bool:
+    def _place_window(self, window: int | list[int]) -> bool:
         n_ctx = self.contents.settings.get("context_length", math.inf)
         hides_nothing = isinstance(window, int) and window >= n_ctx
         if not window or hides_nothing:
@@ -599,7 +602,7 @@ def check_tensors(
     )
 
 
-def _recent_architectures() -> Mapping[str, Any]:
+def _recent_architectures() -> Mapping[str, Callable[..., object]]:
     """Return the architectures that transformers 5.23 reads in a new way, which fails
     on keys that it lacks and reports tensors that are left; each with the function
     that makes the configuration of a file's keys.
@@ -611,18 +614,18 @@ def _recent_architectures() -> Mapping[str, Any]:
     return GGUF_CONFIG_ARCHS
 
 
-class _Asked(dict[str, Any]):
+class _Asked(dict[str, object]):
     """A dictionary that remembers for what it was asked."""
 
-    def __init__(self, content: Mapping[str, Any]) -> None:
+    def __init__(self, content: Mapping[str, object]) -> None:
         super().__init__(content)
         self.keys_asked_for: set[str] = set()
 
-    def __getitem__(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> object:
         self.keys_asked_for.add(key)
         return super().__getitem__(key)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> object:
         """Return a value, or the default."""
         self.keys_asked_for.add(key)
         return super().get(key, default)

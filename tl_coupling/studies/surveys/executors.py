@@ -17,10 +17,12 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from tl_coupling.arguments import AnyPath, Count, checked
 
+Key = TypeVar("Key", bound=Hashable)
+_Value = TypeVar("_Value")
 # Often at first, then rarely: on a network drive every look costs.
 _FIRST_POLL_SECONDS = 0.05
 _LAST_POLL_SECONDS = 1.0
@@ -53,30 +55,41 @@ class Executor(Protocol):
         """Call `fn(*args)` there; return a future: `done`, `result`, `cancel`."""
 
 
-class Preemptible(functools.partial[Any]):
+@runtime_checkable
+class _Future(Protocol):
+    """What the futures of all libraries have in common."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Any: ...
+
+    def cancel(self) -> object: ...
+
+
+class Preemptible(functools.partial[object]):
     """A function that submitit queues again when its job is preempted; it must bear
     being called again.
     """
 
-    def checkpoint(self, *arguments: Any) -> Any:
+    def checkpoint(self, *arguments: object) -> object:
         """Return what submitit queues after preemption: the same call."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *arguments)
 
 
-class AsTheyFinish:
+class AsTheyFinish(Generic[Key]):
     """The keys of futures in the order in which these end, with a length for progress
     bars.
     """
 
-    def __init__(self, futures: Mapping[Any, Any]) -> None:
+    def __init__(self, futures: Mapping[Key, _Future]) -> None:
         self.futures = futures
 
     def __len__(self) -> int:
         return len(self.futures)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Key]:
         waiting = list(self.futures)
         pause = _FIRST_POLL_SECONDS
         while waiting:
@@ -94,14 +107,16 @@ class AsTheyFinish:
 
 @contextmanager
 def submitted(
-    executor: Executor, function: Callable[..., Any], work: Mapping[Any, Any]
-) -> Iterator[AsTheyFinish]:
+    executor: Executor,
+    function: Callable[..., object],
+    work: Mapping[Key, tuple[object, ...]],
+) -> Iterator[AsTheyFinish[Key]]:
     """Submit all calls `function(*arguments)` at once; with submitit as one job array.
 
     An error in the block cancels those that have not ended; an interrupt kills the
     workers of a `ProcessPool`.
     """
-    futures: dict[Hashable, Any] = {}
+    futures: dict[Key, _Future] = {}
     unsubmitted = iter(work.items())
     try:
         try:
@@ -249,8 +264,8 @@ class ProcessPool(concurrent.futures.Executor):
         self._processes: list[BaseProcess] = []
 
     def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> "concurrent.futures.Future[Any]":
+        self, fn: Callable[..., _Value], /, *args: object, **kwargs: object
+    ) -> "concurrent.futures.Future[_Value]":
         """Submit a call as in `concurrent.futures`.
 
         The future raises WorkerDied, or OSError if no worker gets as far as the call.
@@ -261,10 +276,10 @@ class ProcessPool(concurrent.futures.Executor):
 
     def _call(
         self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+        function: Callable[..., _Value],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> _Value:
         """Make a call in this thread's process; once more in a new one if that dies."""
         for _ in range(_MOST_TRIES):
             try:
@@ -402,7 +417,7 @@ def _serve(pipe: Connection, n_threads: int) -> None:
 
 
 def _answer(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
 ) -> _Answer:
     """Call a function, and return its value or its error."""
     try:
