@@ -9,7 +9,11 @@ from tl_coupling.comparisons.across_prompts import (
 from tl_coupling.comparisons.carrying import Carriers, Share, carriers, strongest_heads
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
-from tl_coupling.comparisons.different_prompts import DifferentPrompts, prompt_name
+from tl_coupling.comparisons.different_prompts import (
+    DifferentPrompts,
+    SeveralTraces,
+    prompt_name,
+)
 from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
 from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling

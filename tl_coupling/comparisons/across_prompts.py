@@ -1,8 +1,8 @@
 """Coupling across prompts: one layer on every two prompts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from einops import einsum, reduce
@@ -11,7 +11,11 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
-from tl_coupling.comparisons.different_prompts import DifferentPrompts, prompt_name
+from tl_coupling.comparisons.different_prompts import (
+    DifferentPrompts,
+    SeveralTraces,
+    prompt_name,
+)
 from tl_coupling.comparisons.pairs import as_trace
 from tl_coupling.jacobians import (
     Connection,
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
 
 PromptMeasure = Literal[MeasureName, "write_overlap", "read_overlap"]
 PerPrompts = Float[Tensor, "n_layers n_prompts n_prompts"]
-_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
 # What a saved file holds of every pair of prompts, beside the matrices.
 _SAVED_MEASURES: tuple[PromptMeasure, ...] = (
     "coupling",
@@ -260,7 +263,7 @@ class PromptCoupling(Saved):
 
 @checked
 def prompt_coupling(
-    traces: Annotated[Iterable[object], _SEVERAL_TRACES],
+    traces: SeveralTraces,
     layers: int | Sequence[int] | None = None,
     k: int | None = None,
     position: int = -1,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Components, Trace
-from tl_coupling.comparisons.null_means import sums_of_draws
+from tl_coupling.comparisons.null_means import quantile_interval, sums_of_draws
 from tl_coupling.comparisons.pairs import decomposed_layers
 from tl_coupling.jacobians import JacobianOptions, MemoryLimit, components_and_path
 from tl_coupling.measures import (
@@ -25,7 +25,7 @@ from tl_coupling.measures import (
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import Saved
-from tl_coupling.statistics import LEVEL, Interval
+from tl_coupling.statistics import Interval
 
 if TYPE_CHECKING:
     import pandas
@@ -182,9 +182,7 @@ class Carriers(Saved):
         means = means - _errors_of_the_middle(
             column_parts.sum(1), len(means), generator
         )
-        ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
-        low, high = means.quantile(ends).tolist()
-        return low, high
+        return quantile_interval(means)
 
     @checked
     def by_branch(self) -> "Carriers":

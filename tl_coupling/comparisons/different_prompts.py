@@ -1,12 +1,17 @@
 """Prompts of one model that must differ, and what their traces have in common."""
 
 import hashlib
-from typing import Any
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from tl_coupling.blocks import Trace
 from tl_coupling.results import check_one_model, joined_provenance
+
+SeveralTraces = Annotated[
+    Iterable[object], "a list of traced prompts: `trace(model, prompt)` makes one"
+]
 
 
 class DifferentPrompts:

@@ -14,6 +14,7 @@ from tl_coupling.comparisons.null_means import (
     draws_in_spans,
     draws_needed,
     means_of_draws,
+    quantile_interval,
     rise_together,
 )
 from tl_coupling.measures import (
@@ -32,7 +33,7 @@ from tl_coupling.measures import (
 )
 from tl_coupling.results import Saved
 from tl_coupling.spectra import check_k
-from tl_coupling.statistics import LEVEL, Interval
+from tl_coupling.statistics import Interval
 
 if TYPE_CHECKING:
     import pandas
@@ -296,9 +297,7 @@ class CouplingMap(Saved):
             # The mean over all pairs: what is left to chance, and the own pairs as
             # measured.
             means = (means * different.sum() + own_values.nansum()) / different.numel()
-        ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
-        low, high = means.quantile(ends).tolist()
-        return low, high
+        return quantile_interval(means)
 
     def _nulls(
         self, k: int, measure: AnyMeasure, null_kind: Null, options: Options

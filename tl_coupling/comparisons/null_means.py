@@ -23,6 +23,7 @@ from tl_coupling.measures import (
     draws_of_random_subspaces,
     random_rotations,
 )
+from tl_coupling.statistics import LEVEL, Interval
 
 # A 95 % interval has 200 of so many sums beyond each of its ends.
 _N_SUMS = 8000
@@ -200,3 +201,10 @@ def sums_of_draws(
         )
         sums.append(column_parts[draw_of_col, cols].sum(1))
     return torch.cat(sums)
+
+
+def quantile_interval(means: Float[Tensor, " n_means"]) -> Interval:
+    """Return the interval that has 95 % of the means, as many below it as above."""
+    ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
+    low, high = means.quantile(ends).tolist()
+    return low, high

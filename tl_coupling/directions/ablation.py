@@ -19,6 +19,7 @@ from tl_coupling.arguments import (
 )
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.effects import (
+    effects_of_kind,
     kl,
     log_probabilities,
     losses,
@@ -175,13 +176,7 @@ class Ablation(Saved):
     def _draws_of(
         self, kind: str, effect: Effect
     ) -> Float[np.ndarray, "n_draws n_prompts"]:
-        is_of_kind = np.array(self.kinds) == kind
-        if not is_of_kind.any():
-            raise ValueError(
-                f"there is no {kind!r} here, only {', '.join(dict.fromkeys(self.kinds))}"
-            )
-        values: np.ndarray = getattr(self, effect).double().numpy()[is_of_kind]
-        return values
+        return effects_of_kind(getattr(self, effect), self.kinds, kind)
 
     def _summary(self) -> str:
         return (

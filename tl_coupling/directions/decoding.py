@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
-from tl_coupling.comparisons import as_trace
+from tl_coupling.comparisons import SeveralTraces, as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_directions
@@ -32,7 +32,6 @@ SAME_GAIN = 0.01
 # Rows that differ by less than this share are one.
 _SAME_ROW = 1e-4
 _LARGE = 1024
-_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
 
 
 @made_by("directions.decode(trace, layer)")
@@ -193,7 +192,7 @@ def decode(
     position: int = -1,
     n_tokens: Count = 10,
     lens: JacobianLens | None = None,
-    others: Annotated[Iterable[object], _SEVERAL_TRACES] = (),
+    others: SeveralTraces = (),
     n_draws: Count = 20,
     seed: Seed = 0,
 ) -> Decoded:

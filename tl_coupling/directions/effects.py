@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -14,6 +15,19 @@ from tl_coupling.directions.interventions import Hook
 _BYTES_OF_LOGITS = 200_000_000
 # Log-probabilities are in float64 unless a caller asks for less.
 _BYTES_OF_NUMBER = 8
+
+
+def effects_of_kind(
+    effects: Float[Tensor, "n_kinds ..."], kinds: Sequence[str], kind: str
+) -> Float[np.ndarray, "n_of_kind ..."]:
+    """Return the rows of one kind in float64; ValueError where there are none."""
+    is_of_kind = np.array(kinds) == kind
+    if not is_of_kind.any():
+        raise ValueError(
+            f"there is no {kind!r} here, only {', '.join(dict.fromkeys(kinds))}"
+        )
+    rows: np.ndarray = effects.double().cpu().numpy()[is_of_kind]
+    return rows
 
 
 def rows_at_once(n_pos: int, d_vocab: int) -> int:

@@ -16,6 +16,7 @@ from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.downstream import carry, change_of_logits
 from tl_coupling.directions.effects import (
+    effects_of_kind,
     kl,
     log_probabilities,
     rows_at_once,
@@ -160,12 +161,7 @@ class Steering(Saved):
     def _mean(
         self, kind: str, effect: Effect
     ) -> Float[np.ndarray, "n_prompts n_scales"]:
-        is_of_kind = np.array(self.kinds) == kind
-        if not is_of_kind.any():
-            raise ValueError(
-                f"there are no {kind!r} directions, only {', '.join(sorted(set(self.kinds)))}"
-            )
-        values = getattr(self, effect).double().cpu().numpy()[is_of_kind]
+        values = effects_of_kind(getattr(self, effect), self.kinds, kind)
         # Even in ε, the prediction is the same for both signs, and has no axis of them.
         if effect != "predicted_kl":
             values = values.mean(2)

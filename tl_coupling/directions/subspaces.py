@@ -1,8 +1,8 @@
 """The subspaces that blocks share, and the ones to compare them with."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import (
     DifferentPrompts,
+    SeveralTraces,
     as_trace,
     decomposed_layers,
     depth_maps,
@@ -34,7 +35,6 @@ from tl_coupling.results import Saved
 
 Weights = Literal["equal", "coupling"]
 SIDES: tuple[Side, ...] = ("read", "write")
-_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
 # Principal directions of activations that the controls are drawn in.
 _MOST_OF_SPAN = 50
 
@@ -167,7 +167,7 @@ class Subspace(Saved):
 
 @checked
 def shared_subspace(
-    traces: Annotated[Iterable[object], _SEVERAL_TRACES],
+    traces: SeveralTraces,
     rank: Count = 10,
     k: Count = 10,
     *,
