@@ -2,6 +2,8 @@
 and what is none of ours.
 """
 
+import copy
+import pickle
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -374,3 +376,12 @@ def test_centred_weights_are_seen_in_any_precision(
             "center_writing_weights"
             in tlc.trace(model, tiny.TOKENS).provenance["weight_processing"]
         )
+
+
+def test_what_is_known_of_a_model_is_neither_copied_nor_saved_with_it() -> None:
+    model = nn.Linear(2, 2)
+    models.facts_of(model).loaded_as = {"model": "original"}
+    assert models.facts_of(model).loaded_as
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert models.facts_of(other).loaded_as == {}
+    assert b"tl_coupling.models" not in pickle.dumps(model)

@@ -129,6 +129,7 @@ class ReadOnlyCache:
         raise _UnknownToCache(f"the block asks its key/value cache for {name!r}")
 
 
+# A mode, because these blocks have no argument by which keys and values could come in.
 class WithoutCache(TorchFunctionMode):
     """A context for blocks that take no cache, put into attention itself: `q Kᵀ` and `P
     V`, or torch's own function.

@@ -79,6 +79,7 @@ _MIXING = {
 _Function = Callable[..., Any]
 
 
+# A mode, because the coefficients arise inside the block's own code, whoever wrote it.
 class Freezing(TorchFunctionMode):
     """Context in which the coefficients of a block are constants.
 

@@ -31,6 +31,7 @@ _DETACHES = {"detach", "detach_", "__get__"}
 _HIDES = {"item", "tolist", "numpy", "__float__", "register_hook"}
 
 
+# A mode, because the calls are in the block's own code, and leave no other trace.
 class Stairs(TorchFunctionMode):
     """Context that notes a function with slope zero, if one is differentiated in it,
     and what stops a gradient that would have been part of the derivative.
