@@ -3,8 +3,8 @@
 Where the processor of a multimodal model fails, and torchvision cannot be imported, it
 runs `pip install torchvision` (`load_modality_processor` of `TransformerBridge`, seen in
 3.9 to 4.3). No option keeps it from doing so, and the function that it calls,
-`subprocess.check_call`, is everybody's. `tests/models/test_patches.py` fails once the
-patch can go.
+`subprocess.check_call`, is everybody's. `tests/models/test_patched_transformer_lens.py`
+fails once the patch can go.
 """
 
 import subprocess

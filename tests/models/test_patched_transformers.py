@@ -1,4 +1,4 @@
-"""Each patch of a foreign library is still needed."""
+"""The patch of transformers is still needed."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +9,6 @@ import pytest
 
 import model_folders
 import tl_coupling as tlc
-from tl_coupling.models import loading
 from tl_coupling.models.weights import streaming
 
 pytestmark = pytest.mark.both_lines
@@ -36,16 +35,3 @@ def test_transformers_still_reads_weights_that_stay_on_disk(
     monkeypatch.setattr(streaming, "skip_reading_weights", nullcontext)
     tlc.load_model(str(tmp_path / "model"), memory="stream")
     assert read, can_go
-
-
-@pytest.mark.filterwarnings("ignore:Hook alias")
-def test_transformer_lens_still_installs_torchvision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr("subprocess.check_call", commands.append)
-    monkeypatch.setattr(loading, "nothing_installed", nullcontext)
-    model_folders.save("llava", tmp_path / "model")
-    tlc.load_model(str(tmp_path / "model"))
-    # Needed as long as a supported version does so: see `pyproject.toml`.
-    assert commands, "delete models/patched_transformer_lens.py: nothing is installed"
