@@ -45,41 +45,30 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
         k: where they are cut.
         names: of the matrices, for the warning.
     """
-    if k >= S.shape[-1]:
-        _check_rank(S, names)
+    n_singular = S.shape[-1]
+    # Below it, singular values and their differences say nothing.
+    rounding = 10 * torch.finfo(S.dtype).eps * S[:, 0]
+    ranks = (S - rounding[:, None] > 0).sum(-1)
+    # The vectors of a single one that is 0 are known but for their signs.
+    is_arbitrary = ranks < n_singular - 1
+    if k < n_singular:
+        is_arbitrary = S[:, k - 1] - S[:, k] <= rounding
+    if not is_arbitrary.any():
         return
-    gap = S[:, k - 1] - S[:, k]
-    is_close = gap <= _rounding(S)
-    if is_close.any():
-        close_names = ", ".join(itertools.compress(names, is_close.tolist()))
+    arbitrary = ", ".join(itertools.compress(names, is_arbitrary.tolist()))
+    if k < n_singular:
         warn_caller(
-            f"σ_{k} and σ_{k + 1} are equal to rounding in {close_names}: "
+            f"σ_{k} and σ_{k + 1} are equal to rounding in {arbitrary}: "
             f"the top-{k} subspace there is arbitrary, and so is the coupling cut at "
             "this k; try another k"
         )
-
-
-def _check_rank(S: Float[Tensor, "n n_singular"], names: list[str]) -> None:
-    """Warn where more than one singular value is 0 to rounding.
-
-    The vectors of a single one are known but for their signs.
-    """
-    is_above = S - _rounding(S)[:, None] > 0
-    ranks = is_above.sum(-1)
-    has_too_few = ranks < S.shape[-1] - 1
-    if has_too_few.any():
-        too_few_names = ", ".join(itertools.compress(names, has_too_few.tolist()))
+    else:
         rank = int(ranks.min())
         warn_caller(
-            f"k = {S.shape[-1]} is above the rank of {too_few_names} "
+            f"k = {n_singular} is above the rank of {arbitrary} "
             f"(at least {rank}): singular vectors beyond it are arbitrary, "
             f"and so is the coupling at this k; ask for at most {max(1, rank)}"
         )
-
-
-def _rounding(S: Float[Tensor, "n n_singular"]) -> Float[Tensor, " n"]:
-    """Return below what singular values, and their differences, say nothing."""
-    return 10 * torch.finfo(S.dtype).eps * S[:, 0]
 
 
 def check_matrices(J: Tensor) -> None:
