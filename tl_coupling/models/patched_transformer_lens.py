@@ -1,7 +1,7 @@
 """The one patch for TransformerLens: it installs a package that nobody asked for.
 
 Where the processor of a multimodal model fails, and torchvision cannot be imported, it
-runs `pip install torchvision` (`load_modality_processor` of `TransformerBridge`, seen in
+runs `pip install torchvision` (where `boot_transformers` loads the processor; seen in
 3.9 to 4.3). No option keeps it from doing so, and the function that it calls,
 `subprocess.check_call`, is everybody's. `tests/models/test_patched_transformer_lens.py`
 fails once the patch can go.
@@ -44,7 +44,8 @@ def nothing_installed(name: str) -> Iterator[None]:
             yield
     if refused:
         warn_caller(
-            f"{name!r} is loaded without its image processor, which text does not need; "
-            "nothing was installed. If it needs torchvision: `pip install torchvision`, "
-            f"from the index that your torch {torch.__version__} came from"
+            f"{name!r} is loaded without its image processor, which text does not "
+            "need; nothing was installed. If it needs torchvision: `pip install "
+            "torchvision`, from the index that your torch "
+            f"{torch.__version__} came from"
         )

@@ -4,8 +4,8 @@ A model that is left on disk (`device_map={"": "disk"}`) is materialised all the
 each weight is read, cast to the dtype of the model, and let go again
 (`core_model_loading.spawn_materialize`, seen in transformers 5.23; no option keeps it
 from doing so). Of a model of 0.8 billion weights in bfloat16, loading takes twice as
-long, and 1 GB more. `tests/models/test_patched_transformers.py` fails once the patch can
-go.
+long, and 1 GB more. `tests/models/test_patched_transformers.py` fails once the patch
+can go.
 """
 
 import threading
@@ -19,8 +19,8 @@ import torch
 
 @contextmanager
 def skip_reading_weights() -> Iterator[None]:
-    """Keep transformers from reading, in this thread, what it would only cast to another
-    dtype and let go again. What it merges into other weights it does read.
+    """Keep transformers from reading, in this thread, what it would only cast to
+    another dtype and let go again. What it merges into other weights it does read.
     """
     from transformers import core_model_loading
 
