@@ -21,12 +21,14 @@ _Public = TypeVar("_Public", bound=Callable[..., object])
 def checked(public: _Public) -> _Public:
     """Check the arguments of a function against their annotations; compute `measuring`.
 
-    Of a dataclass, those from which an instance is made are checked, and all that it
-    computes is computed so. What is clear is
-    converted: numpy's numbers to Python's, numpy arrays to tensors, lists to arrays or
-    tuples. A size that is named twice must be the same in all arguments of a call; of
-    jaxtyping's marks, `*` and `#` are read. In `Annotated`, a string is a hint for the
-    error message and a function raises ValueError on what it excludes.
+    A dataclass checks the arguments from which an instance is made, and its public
+    methods and properties compute `measuring` as well.
+
+    Values are converted where their meaning is clear: numpy's numbers to Python's,
+    numpy arrays to tensors, lists to arrays or tuples. A size that is named twice must
+    be the same in all arguments of a call; of jaxtyping's marks, `*` and `#` are read.
+    In `Annotated`, a string is a hint for the error message, and a function raises
+    ValueError for values that it excludes.
 
     Raises:
         TypeError: an argument of the wrong type.

@@ -52,9 +52,8 @@ def connected(
 ) -> tuple[BlockFunction, int, int]:
     """Return the block, t1 and t2, counted from 0.
 
-    Both tokens are `position` unless they are named by themselves.
+    Each token is `position` unless it is given by itself.
     """
-    # Each end can be given alone, the other is `position`.
     if input_position is None:
         input_position = position
     if output_position is None:

@@ -351,7 +351,8 @@ class _StandardBlock:
         # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the
         # MLP's Jacobian after attention's.
         products = 2.0 * d**2 * (self.d_mlp + d_z + d * (not is_parallel))
-        # W_Q, W_K and W_V behind the gradients of q, k and v, and the rows that meet.
+        # W_Q, W_K and W_V behind the gradients of q, k and v, and those of
+        # each head's scores.
         heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
         return {
             "trace": n_pos * (attention + mlp) + score_products,

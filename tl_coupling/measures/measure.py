@@ -119,12 +119,10 @@ class Measure(ABC):
         """Return of drawn values what `null` is of all that could be drawn."""
         return values.square().mean(0).sqrt()
 
-    def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""]:
-        """Return the null of random frames of a measure for which J_1 does not matter.
-
-        There is one where `null_tends_to` is not None.
-        """
-        raise NotImplementedError
+    def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""] | None:
+        """Return the null of random frames if it is the same for every J_1, or None."""
+        del k  # Of most measures it depends on J_1.
+        return None
 
     def label_at(self, k: int) -> str:
         """Return the label with k and the options."""

@@ -94,9 +94,9 @@ def random_subspace_null(
     if d_model is not None:
         check_k(k, d_model)
     measured = measure_named(measure, p=p, absolute=absolute)
-    # The null is known from k alone, whatever J_1 is.
-    if measured.null_tends_to is not None:
-        return measured.null_of_any_jacobian(k)
+    known_null = measured.null_of_any_jacobian(k)
+    if known_null is not None:
+        return known_null
     if d_model is None or S_1 is None or frobenius_norm is None:
         raise ValueError(
             f"the null of {measured.name!r} depends on J_1: "
@@ -159,8 +159,9 @@ def nulls_at_every_k(
     absolute_entry = mean_absolute_entry(S, norm, d_model)
 
     def null(measure: Measure, k: int) -> Tensor:
-        if measure.null_tends_to is not None:
-            return measure.null_of_any_jacobian(k).expand(norm.shape)
+        known_null = measure.null_of_any_jacobian(k)
+        if known_null is not None:
+            return known_null.expand(norm.shape)
         entry = absolute_entry if measure.absolute else signed_entry
         return measure.null(moments_in_space(S[..., :k], d_model, norm, entry))
 
