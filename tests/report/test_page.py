@@ -445,6 +445,19 @@ def test_html_is_escaped_once(read: Reader) -> None:
     assert html.escape("&amp;") not in read.text
 
 
+def test_names_of_runs_are_text_wherever_they_stand(tiny_trace: tlc.Trace) -> None:
+    """In captions, tables, views and sentences; braces are no templates of ours."""
+    name = "<i>{{ 7 * 7 }} {% x %} & 'y'"
+    portrait = tlc.portrait(
+        tiny_trace, k=(4,), with_carriers=True, with_products=True, decoded_layer=0
+    )
+    with unrendered():
+        page = html_report({name: portrait})
+    assert "<i>{{" not in page
+    assert "&amp;lt;" not in page
+    assert Reader(page).text.count(name) > 10
+
+
 def test_the_page_opens_with_what_was_found(page: Path, runs) -> None:
     source = page.read_text(encoding="utf-8")
     start = source.index('<ul class="conclusions">')

@@ -5,13 +5,12 @@ Its prose is in `page.html`.
 
 import base64
 import hashlib
-import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from string import Template
 
 import torch
+from markupsafe import Markup
 
 from tl_coupling import plots
 from tl_coupling.arguments import AnyPath, checked
@@ -19,6 +18,7 @@ from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
 from tl_coupling.interactive import (
     VIEW_STYLE,
+    View,
     circuitsvis_script,
     show_layers_by_token,
     visible_token,
@@ -27,15 +27,17 @@ from tl_coupling.plots import color_scale, patches_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.extras import extra_sections
 from tl_coupling.report.parts import (
+    TEMPLATES,
     figure,
     grid,
     image,
     named_token,
+    piece,
     sentence,
     spaced_tokens,
     table,
 )
-from tl_coupling.report.patches import patch_sections, shown_picture
+from tl_coupling.report.patches import patch_section, shown_picture
 from tl_coupling.results import check_alike
 
 # Layers of a map whose brightest columns are worth naming.
@@ -88,17 +90,16 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     model = str(provenance.get("model"))
     if provenance.get("checkpoint") is not None:
         model += f" at checkpoint {provenance['checkpoint']}"
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     with plots.off_screen():
         pieces = _pieces(runs)
-    return Template(template).substitute(
+    return TEMPLATES.get_template("page.html").render(
         pieces,
         digest=digest,
-        model=html.escape(model),
-        style=style + VIEW_STYLE,
+        model=model,
+        style=Markup(style + VIEW_STYLE),
         version=provenance["versions"]["tl-coupling"],
-        script=script,
+        script=Markup(script),
     )
 
 
@@ -138,8 +139,6 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
     first = next(iter(runs.values()))
     trace = first.trace
     maps = {name: run.depth for name, run in runs.items()}
-    prompt = trace.provenance.get("prompt")
-    quotation = f"<blockquote>{html.escape(prompt)}</blockquote>" if prompt else ""
     # A set: they may be the same.
     smallest_and_largest_k = sorted({first.ks[0], first.ks[-1]})
     heat_maps = [
@@ -150,7 +149,8 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
     locality_figures = [_locality(maps, k) for k in smallest_and_largest_k]
     gains = plots.plot_singular_values(maps)
     return {
-        "prompt": quotation or shown_picture(trace),
+        "prompt": trace.provenance.get("prompt"),
+        "picture": shown_picture(trace),
         "n_layers": trace.n_layers,
         "d_model": trace.d_model,
         "n_pos": trace.n_pos,
@@ -165,31 +165,31 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         "gains": image(gains, "Singular values of the Jacobians against depth"),
         "peaks": sentence(map(_peak, maps, maps.values())),
         "inverse_gains": _inverse_gains(maps) if trace.n_layers > 1 else "",
-        "one_scale": " Maps at one k share one colour scale." if len(runs) > 1 else "",
+        "n_runs": len(runs),
         "tokens": _tokens(runs, first),
         "influence": _influence(runs, first),
-        **patch_sections(runs),
-        **extra_sections(runs),
+        "patches": patch_section(runs),
+        "extras": extra_sections(runs),
         **_trajectories(runs, first),
-        "provenance": "".join(map(_provenance, maps, maps.values())),
+        "provenance": {name: _provenance(run) for name, run in maps.items()},
     }
 
 
-def _conclusions(runs: Mapping[str, Portrait], first: Portrait) -> str:
+def _conclusions(runs: Mapping[str, Portrait], first: Portrait) -> list[str]:
     """Say in three lines how coupled the model is, where, and which token acts most."""
-    conclusions = []
+    conclusions: list[str] = []
     if len(first.depth.row_layers) > 1:
         conclusions += [_how_coupled(runs, first), _where_coupled(first)]
     strongest = _strongest_token(first)
     if strongest is not None:
         token, share = strongest
         conclusions.append(
-            f"Among the other tokens, {token} acts most on "
-            f"{named_token(first, first.position)}: it has {share:.0%} of their "
-            "influence, averaged over layers."
+            Markup(
+                "Among the other tokens, {} acts most on {}: it has {:.0%} of their "
+                "influence, averaged over layers."
+            ).format(token, named_token(first, first.position), share)
         )
-    items = "".join(f"<li>{conclusion}</li>" for conclusion in conclusions)
-    return f'<ul class="conclusions">{items}</ul>' if items else ""
+    return conclusions
 
 
 def _how_coupled(runs: Mapping[str, Portrait], first: Portrait) -> str:
@@ -201,7 +201,7 @@ def _how_coupled(runs: Mapping[str, Portrait], first: Portrait) -> str:
         f"{mean / null:.1f} times the {null:.3f} of random subspaces"
     )
     other_means = [
-        f"{html.escape(name)}: {run.depth.mean(k):.3f}"
+        f"{name}: {run.depth.mean(k):.3f}"
         for name, run in runs.items()
         if run is not first
     ]
@@ -231,7 +231,7 @@ def _where_coupled(first: Portrait) -> str:
     )
 
 
-def _strongest_token(run: Portrait) -> tuple[str, float] | None:
+def _strongest_token(run: Portrait) -> tuple[Markup, float] | None:
     """Return the token that acts most on the measured one, and its mean share."""
     sources = run.influence.source_positions
     # What the token does to itself would drown the others.
@@ -247,7 +247,7 @@ def _strongest_token(run: Portrait) -> tuple[str, float] | None:
     return token, float(share[:, strongest].nanmean())
 
 
-def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> str:
+def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> Markup:
     """Make the table of mean coupling, a row for each k, and its null."""
     first = next(iter(maps.values()))
     rows = []
@@ -258,83 +258,85 @@ def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> str:
     return table(["", *maps, "null"], rows)
 
 
-def _matrices(name: str, result: CouplingMap) -> str:
+def _matrices(name: str, result: CouplingMap) -> Markup:
     """Draw the coupling matrices of one run."""
     drawn = plots.plot_coupling_matrices(result)
     return figure(
         drawn.axes[0],
         f"Coupling matrices, one panel for each pair of layers, {name}",
-        f"<strong>The matrices A, {html.escape(name)}</strong>, k = {min(20, result.k)}.",
+        f"The matrices A, {name}",
+        f", k = {min(20, result.k)}.",
         as_png=True,
     )
 
 
-def _remarks(maps: Mapping[str, CouplingMap]) -> str:
-    """Write what is unusual about the runs, such as blocks that normalise the stream."""
+def _remarks(maps: Mapping[str, CouplingMap]) -> list[str]:
+    """Say what is unusual about the runs, such as blocks that normalise the stream."""
     remarks = dict.fromkeys(
         remark for run in maps.values() for remark in run.provenance.get("remarks", ())
     )
-    items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
-    return f"<p>Remarks:</p><ul>{items}</ul>" if items else ""
+    return list(remarks)
 
 
-def _names(first: Portrait) -> str:
+def _names(first: Portrait) -> Markup:
     """Write every token; of an image those before the patches, and the patches' names."""
     n_pos = first.trace.n_pos
     patches = patches_of(first.trace)
     if patches is None:
-        return " ".join(named_token(first, position) for position in range(n_pos))
+        return Markup(" ").join(
+            named_token(first, position) for position in range(n_pos)
+        )
     rows, columns = patches
     first_patch = n_pos - rows * columns
-    first_tokens = "".join(
-        f"{named_token(first, position)} " for position in range(first_patch)
-    )
-    return (
-        f"{first_tokens} and {rows} × {columns} patches, named by row and column, "
-        f"{named_token(first, first_patch)} … {named_token(first, n_pos - 1)}"
+    first_tokens = [named_token(first, position) for position in range(first_patch)]
+    return Markup("{} and {} × {} patches, named by row and column, {} … {}").format(
+        Markup(" ").join(first_tokens),
+        rows,
+        columns,
+        named_token(first, first_patch),
+        named_token(first, n_pos - 1),
     )
 
 
-def _locality(maps: Mapping[str, CouplingMap], k: int) -> str:
+def _locality(maps: Mapping[str, CouplingMap], k: int) -> Markup:
     """Draw how coupling fades with distance."""
     ends = []
     for name, result in maps.items():
         profile = result.locality_profile(k)
         if len(profile) > 1:
             ends.append(
-                f"{html.escape(name)}: {profile[1]:.3f} between neighbours, "
+                f"{name}: {profile[1]:.3f} between neighbours, "
                 f"{profile[-1]:.3f} from the first layer to the last"
             )
     title = "Mean coupling against the distance of two layers"
-    caption = f"<strong>{title}</strong>, k = {k}. {sentence(ends)}"
-    return figure(plots.plot_locality(maps, k=k), f"{title}, k = {k}", caption)
+    text = Markup(", k = {}. {}").format(k, sentence(ends))
+    return figure(plots.plot_locality(maps, k=k), f"{title}, k = {k}", title, text)
 
 
 def _peak(name: str, result: CouplingMap) -> str:
     sigma = result.singular_values[:, 0]
     peak_layer = result.row_layers[int(sigma.argmax())]
     gains = f"{sigma.min():.3g} to {sigma.max():.3g}"
-    return f"{html.escape(name)}: σ₁ from {gains} (layer {peak_layer})"
+    return f"{name}: σ₁ from {gains} (layer {peak_layer})"
 
 
-def _inverse_gains(maps: Mapping[str, CouplingMap]) -> str:
-    caption = (
-        "<strong>1/σ against depth</strong>, with fitted lines. Where R² is near 1 "
-        "the gains fall off inversely with "
-        "depth; where it is near 0 they do not."
+def _inverse_gains(maps: Mapping[str, CouplingMap]) -> Markup:
+    return figure(
+        plots.plot_inverse_singular_values(maps),
+        "Inverse singular values against depth",
+        "1/σ against depth",
+        ", with fitted lines. Where R² is near 1 the gains fall off inversely with depth; "
+        "where it is near 0 they do not.",
     )
-    drawn = plots.plot_inverse_singular_values(maps)
-    return figure(drawn, "Inverse singular values against depth", caption)
 
 
-def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
+def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
     """Write the section on coupling across tokens."""
     if not first.tokens:
-        return (
+        return Markup(
             "<p>The prompt has one token: there are no others to compare it with.</p>"
         )
-    own, output = first.tokens["self"], named_token(first, first.position)
-    one_scale = " Both maps of a kind share one colour scale." if len(runs) > 1 else ""
+    own = first.tokens["self"]
     maps = {
         kind: {name: run.tokens[kind] for name, run in runs.items()}
         for kind in first.tokens
@@ -344,28 +346,25 @@ def _tokens(runs: Mapping[str, Portrait], first: Portrait) -> str:
         for kind in maps
         for part in _heat_maps(maps[kind], first.ks[0], "tokens", f"{kind}, ")
     ]
-    return (
-        f"<p>The layers are fixed, {own.row_layers[0]} for J₁ and {own.col_layers[0]} "
-        "for the singular vectors; the "
-        "tokens vary. Row: whose Jacobian J₁. Column: whose singular "
-        "vectors. <em>Self</em>: the Jacobian of "
-        "each token's output with respect to its own input. <em>Fixed input</em>: of each "
-        "token's output with respect to the input "
-        f"{named_token(first, first.input_position)}. <em>Fixed output</em>: of the "
-        f"output {output} "
-        f"with respect to each token's input.{one_scale}</p>"
-        f"{grid(parts)}"
+    return piece(
+        "tokens",
+        own_row=own.row_layers[0],
+        own_col=own.col_layers[0],
+        measured=named_token(first, first.position),
+        input=named_token(first, first.input_position),
+        one_scale=len(runs) > 1,
+        maps=grid(parts),
     )
 
 
-def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
+def _influence(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
     """Write what the other tokens do to the measured one."""
     sources = first.influence.source_positions
     other_columns = [
         i for i, position in enumerate(sources) if position != first.position
     ]
     if not other_columns:
-        return "<p>There is no token before the measured one.</p>"
+        return Markup("<p>There is no token before the measured one.</p>")
     shares = {}
     ranks = {}
     strongest_tokens = []
@@ -380,34 +379,31 @@ def _influence(runs: Mapping[str, Portrait], first: Portrait) -> str:
         assert strongest is not None
         token, mean_share = strongest
         strongest_tokens.append(
-            f"{html.escape(name)}: {token} has the largest share, "
-            f"{mean_share:.0%}, averaged over layers"
+            Markup("{}: {} has the largest share, {:.0%}, averaged over layers").format(
+                name, token, mean_share
+            )
         )
     names = spaced_tokens(first.trace)
     source_names = [names[sources[i]] for i in other_columns]
     layers = first.influence.layers
-    views = "".join(
-        show_layers_by_token(source_names, values, layers=layers).body
+    views = [
+        show_layers_by_token(source_names, values, layers=layers)
         for values in (shares, ranks)
-    )
-    measured = named_token(first, first.position)
-    if first.trace.is_causal:
-        title = f"tokens before {measured} do to it"
-    else:
-        title = f"other tokens do to {measured}"
+    ]
     own = first.influence.frobenius_norm[:, sources.index(first.position)]
-    return (
-        '<figure class="view"><div role="group" '
-        f'aria-label="Influence of tokens by layer">{views}</div>'
-        f"<figcaption><strong>What the {title}</strong>, one row for "
-        "each layer, the first on top. Share of influence: the Frobenius norm of the "
-        "Jacobian from that token, divided "
-        f"by the sum over all these tokens. {sentence(strongest_tokens)} Effective "
-        "rank: over how many directions the influence "
-        "is spread. The token's own Jacobian is left out: its norm, "
-        f"{float(own.median()):.3g} in the median layer, "
-        "would drown the others.</figcaption></figure>"
+    return piece(
+        "influence",
+        body=_bodies(views),
+        is_causal=first.trace.is_causal,
+        measured=named_token(first, first.position),
+        strongest=sentence(strongest_tokens),
+        own_norm=f"{float(own.median()):.3g}",
     )
+
+
+def _bodies(views: Sequence[View]) -> Markup:
+    # Views escape what they show.
+    return Markup("".join(view.body for view in views))
 
 
 def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, str]:
@@ -427,7 +423,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
     for name, scores in zip(runs, values["line-shape score"], strict=True):
         # A token that does not move at a layer has no score.
         mean = float(scores[scores.isfinite()].mean())
-        mean_scores.append(f"{html.escape(name)} {mean:.3g}")
+        mean_scores.append(f"{name} {mean:.3g}")
     metrics = plots.plot_trajectory_metrics(
         {name: run.trajectory for name, run in runs.items()}
     )
@@ -436,7 +432,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
         "along_depth": image(metrics, "Measures of the paths against depth"),
         "scores": ", ".join(mean_scores),
         "of_random_steps": f"√{n_layers} = {n_layers**0.5:.3g}",
-        "by_token": "".join(view.body for view in views),
+        "by_token": _bodies(views),
         "numbers": _table_of_shapes(first, list(runs), values),
         "entropy": _entropy(runs, first),
     }
@@ -444,7 +440,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
 
 def _table_of_shapes(
     first: Portrait, runs: Sequence[str], values: Mapping[str, torch.Tensor]
-) -> str:
+) -> Markup:
     """Make the table of every token's measures of shape, a column for each run."""
     headings = ["token", *(f"{measure}, {name}" for measure in values for name in runs)]
     token_rows = torch.cat(list(values.values())).T.tolist()
@@ -457,13 +453,13 @@ def _table_of_shapes(
     return table(headings, rows)
 
 
-def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
+def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
     """Write how certain the logit lens is; nothing for models without logits."""
     entropies = {
         name: run.entropy for name, run in runs.items() if run.entropy is not None
     }
     if not entropies:
-        return ""
+        return Markup("")
     # What reads the stream of a vision model is its classifier.
     if first.trace.pixels is not None:
         certain, read_by = (
@@ -478,22 +474,22 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> str:
         for name, entropy in entropies.items()
     }
     ends = "; ".join(
-        f"{html.escape(name)}: {entropy[0, first.position]:.2f} nats at depth 0, "
+        f"{name}: {entropy[0, first.position]:.2f} nats at depth 0, "
         f"{entropy[-1, first.position]:.2f} at "
         f"depth {len(entropy) - 1}"
         for name, entropy in entropies.items()
     )
-    return (
-        '<figure class="view"><div role="group" aria-label="Logit-lens entropy by depth and token">'
-        f"{show_layers_by_token(spaced_tokens(first.trace), drawn).body}</div>"
-        "<figcaption><strong>How certain the "
-        f"{certain} is</strong>, read off every depth (0: what enters the first "
-        f"block) by {read_by}. Near 0 it is "
-        f"certain. At {named_token(first, first.position)}, {ends}.</figcaption></figure>"
+    return piece(
+        "entropy",
+        body=_bodies([show_layers_by_token(spaced_tokens(first.trace), drawn)]),
+        certain=certain,
+        read_by=read_by,
+        measured=named_token(first, first.position),
+        ends=ends,
     )
 
 
-def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
+def _paths(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
     parts = []
     # Streams grow: in the picture of all layers the early ones are a point.
     for span in ("all", "shallow"):
@@ -503,23 +499,17 @@ def _paths(runs: Mapping[str, Portrait], first: Portrait) -> str:
             )
             # The first line says what is drawn; model and prompt stand at the head of
             # the page.
-            drawn_title = html.escape(drawn.get_suptitle().splitlines()[0])
+            drawn_title = drawn.get_suptitle().splitlines()[0]
             drawn.suptitle("")
-            caption = (
-                f"<strong>{html.escape(name)}, {span} layers.</strong> {drawn_title}"
-            )
+            alt = f"Paths of the tokens, {name}, {span} layers"
             parts.append(
-                figure(drawn, f"Paths of the tokens, {name}, {span} layers", caption)
+                figure(drawn, alt, f"{name}, {span} layers.", f" {drawn_title}")
             )
-    return (
-        "<p>Every token's path through the layers, in the two principal components of "
-        "the last one; "
-        f"{named_token(first, first.position)} is black. Regular paths are straight "
-        f"and evenly spaced.</p>{grid(parts)}"
-    )
+    measured = named_token(first, first.position)
+    return piece("paths", measured=measured, pictures=grid(parts))
 
 
-def _provenance(name: str, result: CouplingMap) -> str:
+def _provenance(result: CouplingMap) -> Markup:
     """Write how a run was made."""
     facts = {
         key: value
@@ -533,27 +523,22 @@ def _provenance(name: str, result: CouplingMap) -> str:
     for key, value in facts.items():
         is_text = isinstance(value, str)
         rows.append([key, value if is_text else json.dumps(value, ensure_ascii=False)])
-    facts_table = table([], rows, "facts")
-    return f"<details><summary>{html.escape(name)}</summary>{facts_table}</details>"
+    return table([], rows, "facts")
 
 
 def _heat_maps(
     maps: Mapping[str, CouplingMap], k: int, places: str, kind: str = ""
-) -> Iterator[str]:
+) -> Iterator[Markup]:
     """Draw heat maps on one colour scale."""
     # All runs on one scale: a twin's noise must not look like structure.
     low, high = color_scale(list(maps.values()), k)
     for name, result in maps.items():
-        caption = (
-            f"<strong>{kind.capitalize()}{html.escape(name)}, k = {k}.</strong> Mean "
-            f"{_mean(result, k)}, null "
-            f"{result.null(k):.3f}. {_strongest(result, k)}"
-        )
         drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)
         yield figure(
             drawn,
             f"Heat map of coupling for every pair of {places}, {kind}{name}, k = {k}",
-            caption,
+            f"{kind.capitalize()}{name}, k = {k}.",
+            f" Mean {_mean(result, k)}, null {result.null(k):.3f}. {_strongest(result, k)}",
         )
 
 

@@ -1,11 +1,13 @@
 """Make pieces of a page: tokens, sentences, tables, pictures with captions."""
 
 import base64
-import html
 import io
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,10 +29,28 @@ _SHRUNK = 0.8
 _STRETCHED = 1.3
 
 
-def named_token(run: Portrait, position: int) -> str:
+# What is not `Markup` is escaped: a name, a token, a prompt may hold anything.
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def piece(name: str, **facts: object) -> Markup:
+    """Write a piece of `pieces.html`."""
+    written: Markup = getattr(TEMPLATES.get_template("pieces.html").module, name)(
+        **facts
+    )
+    return written
+
+
+def named_token(run: Portrait, position: int) -> Markup:
     """Write a position and its token."""
     token = visible_token(run.trace.str_tokens[position]).strip() or "␣"
-    return f"<code><small>{position}</small> {html.escape(token)}</code>"
+    return Markup("<code><small>{}</small> {}</code>").format(position, token)
 
 
 def spaced_tokens(trace: Trace) -> list[str]:
@@ -44,45 +64,32 @@ def spaced_tokens(trace: Trace) -> list[str]:
     ]
 
 
-def sentence(parts: Iterable[str]) -> str:
+def sentence(parts: Iterable[str]) -> Markup:
     """Join parts to one sentence."""
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    text = Markup("; ").join(parts)
+    return text[0].upper() + text[1:] + "." if text else text
 
 
-def grid(parts: Iterable[str], kind: Literal["", " small"] = "") -> str:
+def grid(parts: Iterable[Markup], kind: Literal["", " small"] = "") -> Markup:
     """Set pieces side by side where there is room."""
-    return f'<div class="grid{kind}">{"".join(parts)}</div>'
+    return Markup('<div class="grid{}">{}</div>').format(kind, Markup("").join(parts))
 
 
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "numbers"
-) -> str:
+) -> Markup:
     """Make a table of texts, "numbers" or "facts"; the first column names the rows."""
-    head = ""
-    if headings:
-        cells = "".join(
-            f'<th scope="col">{html.escape(name)}</th>' for name in headings
-        )
-        head = f"<thead><tr>{cells}</tr></thead>"
-    body = "".join(_table_row(name, cells) for name, *cells in rows)
-    return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}">{head}'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+    return piece("table", headings=headings, rows=rows, kind=kind)
 
 
-def _table_row(name: str, cells: Sequence[str]) -> str:
-    row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-    return f'<tr><th scope="row">{html.escape(name)}</th>{row}</tr>'
+def figure(
+    drawn: Axes | Figure, alt: str, lead: str, text: str = "", as_png: bool = False
+) -> Markup:
+    """Make an `image` with its caption, which begins in bold."""
+    return piece("figure", image=image(drawn, alt, as_png), lead=lead, text=text)
 
 
-def figure(drawn: Axes | Figure, alt: str, caption: str, as_png: bool = False) -> str:
-    """Make an `image` with its caption."""
-    return f"<figure>{image(drawn, alt, as_png)}<figcaption>{caption}</figcaption></figure>"
-
-
-def image(drawn: Axes | Figure, alt: str, as_png: bool = False) -> str:
+def image(drawn: Axes | Figure, alt: str, as_png: bool = False) -> Markup:
     """Make an image of a picture of `plot_*`; `alt` says what it shows.
 
     Many small cells are smaller as PNG.
@@ -99,10 +106,14 @@ def image(drawn: Axes | Figure, alt: str, as_png: bool = False) -> str:
     # it loads.
     inches = picture.get_tightbbox().padded(_MARGIN).size
     width, height = (round(_CSS_PIXELS_PER_INCH * side) for side in inches)
-    return (
-        f'<img src="data:image/{mime};base64,{data}" alt="{html.escape(alt)}" '
-        f'width="{width}" height="{height}" '
-        f'style="max-width: {round(_STRETCHED * width)}px">'
+    return piece(
+        "image",
+        mime=mime,
+        data=data,
+        alt=alt,
+        width=width,
+        height=height,
+        widest=round(_STRETCHED * width),
     )
 
 

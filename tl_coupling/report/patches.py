@@ -4,7 +4,6 @@ It shows the picture, and what was measured of its patches over it.
 """
 
 import base64
-import html
 import io
 import math
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
+from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
@@ -20,16 +20,16 @@ from tl_coupling import plots
 from tl_coupling.blocks import Trace
 from tl_coupling.plots import measure_label, new_figure, patches_of, picture_of
 from tl_coupling.portraits import Portrait
-from tl_coupling.report.parts import figure, grid, named_token
+from tl_coupling.report.parts import figure, grid, named_token, piece
 
 # Smaller pictures are enlarged, each pixel to a square.
 _LEAST_PIXELS = 224
 
 
-def shown_picture(trace: Trace) -> str:
+def shown_picture(trace: Trace) -> Markup:
     """Show the picture that the model read; nothing for a text."""
     if trace.pixels is None:
-        return ""
+        return Markup("")
     # From [0, 1] to 8 bits.
     picture = Image.fromarray((picture_of(trace) * 255).round().astype(np.uint8))
     times = math.ceil(_LEAST_PIXELS / max(picture.size))
@@ -38,54 +38,39 @@ def shown_picture(trace: Trace) -> str:
     picture.resize((width, height), Image.Resampling.NEAREST).save(
         buffer, "PNG", optimize=True
     )
-    name = html.escape(trace.provenance["image"].get("name", ""))
+    name = trace.provenance["image"].get("name", "")
+    shown = piece(
+        "image",
+        mime="png",
+        data=base64.b64encode(buffer.getvalue()).decode(),
+        alt=f"The image that was measured, {name or 'given as pixels'}",
+        width=width,
+        height=height,
+        widest=width,
+    )
     size = f"{picture.width} × {picture.height} pixels"
-    return (
-        f'<figure><img src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}" '
-        f'alt="The image that was measured, {name or "given as pixels"}" '
-        f'width="{width}" height="{height}" '
-        f'style="max-width: {width}px"><figcaption><strong>The image {name}</strong> '
-        f"as the model reads it, {size}."
-        "</figcaption></figure>"
+    text = f" as the model reads it, {size}."
+    return piece("figure", image=shown, lead=f"The image {name}", text=text)
+
+
+def patch_section(runs: Mapping[str, Portrait]) -> Markup:
+    """Return the section on patches; nothing where the tokens are no patches."""
+    first = next(iter(runs.values()))
+    if patches_of(first.trace) is None:
+        return Markup("")
+    # A picture of one patch, without a class token, has no maps of tokens.
+    own = first.tokens.get("self")
+    return piece(
+        "patches",
+        measured=named_token(first, first.position),
+        own_row=own and own.row_layers[0],
+        own_col=own and own.col_layers[0],
+        k=first.ks[0],
+        pictures=grid(_pictures(runs), " small"),
     )
 
 
-def patch_sections(runs: Mapping[str, Portrait]) -> dict[str, str]:
-    """Return the section on patches and the link to it.
-
-    Both are empty where the tokens are no patches.
-    """
-    first = next(iter(runs.values()))
-    if patches_of(first.trace) is None:
-        return {"patches": "", "patches_link": ""}
-    measured = named_token(first, first.position)
-    coupling_text = ""
-    if "self" in first.tokens:
-        own = first.tokens["self"]
-        coupling_text = (
-            f" <em>Coupling</em>: that of {measured} with every token, J₁ of "
-            f"{measured} at layer {own.row_layers[0]} "
-            f"and the singular vectors of the token at layer {own.col_layers[0]}, k = "
-            f"{first.ks[0]}."
-        )
-    return {
-        "patches_link": '<a href="#patches">Over the picture</a>\n',
-        "patches": (
-            '<section id="patches"><h2>Over the picture</h2>\n'
-            "<p>What was measured of each patch, drawn over the picture in grey. The "
-            "value of the class token stands "
-            "below it. <em>Share of influence</em>: how much of what the other "
-            f"tokens do to {measured} "
-            'comes from this one, as under <a href="#influence">Influence of '
-            "tokens</a>, averaged over layers; on "
-            f"one colour scale.{coupling_text} <em>Line-shape score</em>: how straight the "
-            "token's path is, 1 for a straight "
-            f"line.</p>\n{grid(_pictures(runs), ' small')}\n</section>"
-        ),
-    }
-
-
-def _pictures(runs: Mapping[str, Portrait]) -> Iterator[str]:
+def _pictures(runs: Mapping[str, Portrait]) -> Iterator[Markup]:
     shares = {name: _shares(run) for name, run in runs.items()}
     # One scale over all runs and layers.
     all_shares = torch.stack(
@@ -170,7 +155,7 @@ def _draw_over_picture(
     quantity: str,
     label: str,
     *ends: float,
-) -> str:
+) -> Markup:
     scale: dict[str, Any] = dict(zip(("vmin", "vmax"), ends, strict=False))
     ax = new_figure(3.5, 3.1, "compressed").subplots()
     drawn = plots.plot_patches(
@@ -184,10 +169,13 @@ def _draw_over_picture(
         largest,
         *(position for position in range(first_patch) if values[position].isfinite()),
     ]
-    numbers = "; ".join(
-        f"{named_token(run, position)}: {values[position]:.3g}" for position in shown
+    numbers = Markup("; ").join(
+        Markup("{}: {:.3g}").format(named_token(run, position), float(values[position]))
+        for position in shown
     )
-    caption = f"<strong>{html.escape(quantity)}.</strong> Largest at {numbers}."
     return figure(
-        drawn, f"The picture with its patches coloured by: {quantity}", caption
+        drawn,
+        f"The picture with its patches coloured by: {quantity}",
+        f"{quantity}.",
+        Markup(" Largest at {}.").format(numbers),
     )
