@@ -97,8 +97,8 @@ def test_two_models_under_one_label_are_not_averaged(
     second_model = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
     trace = tlc.trace(second_model, PROMPTS[1])
     message = (
-        "must be of one model.* got two models of different weights, "
-        "both called '.*': take each alone"
+        "must be of one model.* two models of different weights are both called '.*': "
+        "take each alone"
     )
     of_maps = partial(MeanCouplingMap.over, [maps[0], tlc.depth_coupling(trace, K)])
     traces = [tlc.trace(model, PROMPTS[0]), trace]

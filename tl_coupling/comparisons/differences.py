@@ -13,7 +13,7 @@ from tl_coupling.arguments import Count, checked, made_by, warn_caller
 from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
-from tl_coupling.results import Saved, check_one_model
+from tl_coupling.results import Saved, check_alike, check_one_model
 from tl_coupling.statistics import (
     LEVEL,
     Difference,
@@ -24,8 +24,6 @@ from tl_coupling.statistics import (
 )
 
 _SEVERAL_MAPS = "a coupling map, or maps of several prompts in a list or a generator"
-# What both sides have in common.
-_SHARED = ("orientation", "row_layers", "col_layers")
 
 
 @made_by("compare(a, b)")
@@ -190,11 +188,8 @@ def compare(
     first = _Side.from_maps(a, "a", k, measure)
     second = _Side.from_maps(b, "b", first.k, measure)
     sides = [first, second]
-    for name in _SHARED:
-        # Pairs of layers are compared one by one: both sides need the same.
-        values = getattr(first, name), getattr(second, name)
-        if values[0] != values[1]:
-            raise ValueError(_differ_in(name, *values))
+    # Pairs of layers are compared one by one: both sides need the same.
+    _check_same_pairs(first, second, "maps to compare must have")
     is_paired = _are_paired(first, second, paired)
     if first.has_several_positions or second.has_several_positions:
         warn_caller(
@@ -292,10 +287,7 @@ class _Side:
 
     def add(self, result: CouplingMap, name: str, measure: AnyMeasure) -> None:
         """Take the map of one more prompt."""
-        for shared in _SHARED:
-            expected, got = getattr(self, shared), getattr(result, shared)
-            if expected != got:
-                raise ValueError(f"in `{name}`: {_differ_in(shared, expected, got)}")
+        _check_same_pairs(self, result, f"maps in `{name}` must have")
         # A single layer meets itself alone.
         off_diagonal = not self.own_pairs.all()
         prompt, position = _prompt_of(result), result.row_positions[0]
@@ -314,14 +306,15 @@ class _Side:
         self.nulls.append(result.null(self.k, measure, off_diagonal=off_diagonal))
 
 
-def _differ_in(name: str, first: object, second: object) -> str:
-    message = f"maps to compare must have the same {name}, got {first} and {second}"
-    if name.endswith("layers"):
-        message += (
-            "; for models of different depths only means can be compared: "
-            "`statistics.paired_difference` of `result.mean(k)` of each prompt"
-        )
-    return message
+def _check_same_pairs(
+    first: "_Side", other: "_Side | CouplingMap", wanted: str
+) -> None:
+    check_alike(vars(first), vars(other), ("orientation",), wanted)
+    hint = (
+        "for models of different depths only means can be compared: "
+        "`statistics.paired_difference` of `result.mean(k)` of each prompt"
+    )
+    check_alike(vars(first), vars(other), ("row_layers", "col_layers"), wanted, hint)
 
 
 def _prompt_of(result: CouplingMap) -> object:

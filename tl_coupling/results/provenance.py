@@ -57,7 +57,11 @@ def differing_facts(
 
 
 def check_alike(
-    first: Provenance, other: Provenance, names: Iterable[str], wanted: str
+    first: Provenance,
+    other: Provenance,
+    names: Iterable[str],
+    wanted: str,
+    hint: str = "",
 ) -> None:
     """Raise ValueError for the first of some facts that differs.
 
@@ -65,11 +69,11 @@ def check_alike(
         first, other: what is compared.
         names: of the facts.
         wanted: how the error's sentence begins: "`maps` must be of".
+        hint: what to do instead.
     """
     for name in differing_facts([first, other], names):
-        raise ValueError(
-            f"{wanted} the same {name}, got {first.get(name)!r} and {other.get(name)!r}"
-        )
+        got = f"got {first.get(name)!r} and {other.get(name)!r}"
+        raise ValueError(f"{wanted} the same {name}, {got}{hint and f'; {hint}'}")
 
 
 def check_one_model(first: Provenance, other: Provenance, argument: str) -> None:
@@ -81,13 +85,13 @@ def check_one_model(first: Provenance, other: Provenance, argument: str) -> None
         argument: the name of what holds both, for the error.
     """
     wanted = f"`{argument}` must be of one model, traced in one way: of"
+    hint = ""
     if differing_facts([first, other], _MODEL_FACTS) == ["weights_digest"]:
-        raise ValueError(
-            f"{wanted} the same weights_digest, got two models of different weights, "
-            f"both called {first.get('model')!r}: take each alone, and give each a "
-            "`label` of its own"
+        hint = (
+            f"two models of different weights are both called {first.get('model')!r}: "
+            "take each alone, and give each a `label` of its own"
         )
-    check_alike(first, other, _MODEL_FACTS, wanted)
+    check_alike(first, other, _MODEL_FACTS, wanted, hint)
 
 
 def joined_provenance(
