@@ -351,6 +351,8 @@ class _OwnRow(TorchFunctionMode):
     """
 
     def __init__(self, context: Context) -> None:
+        # A function mode, because the products are those of the block's own code, which
+        # is not rewritten.
         super().__init__()
         self.context = context
         self.products = 0

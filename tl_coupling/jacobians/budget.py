@@ -96,11 +96,22 @@ class MapSizes:
 
     @classmethod
     def from_trace(
-        cls, trace: Trace, n_rows: int, n_columns: int, k: int
+        cls,
+        trace: Trace,
+        n_rows: int,
+        n_columns: int,
+        k: int,
+        *,
+        n_maps: int = 1,
+        n_prompts: int = 1,
+        rows_are_columns: bool = True,
     ) -> "MapSizes":
-        """Return the sizes of one map of a traced prompt."""
+        """Return the sizes of maps of a traced prompt, or of several like it."""
         itemsize = trace.blocks[0].X.element_size()
-        return cls(trace.d_model, itemsize, n_rows, n_columns, k)
+        return cls(
+            *(trace.d_model, itemsize, n_rows, n_columns, k),
+            *(n_maps, n_prompts, rows_are_columns),
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ takes them from here: from a `Decomposed`, which holds what is needed again, or 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -231,8 +231,7 @@ def decompose(
         options: how Jacobians are computed.
         n_triplets: how many to compute; one more than k by default, if there is.
     """
-    sizes = MapSizes.from_trace(trace, n_rows=1, n_columns=len(connections), k=k)
-    sizes = replace(sizes, rows_are_columns=False)
+    sizes = MapSizes.from_trace(trace, 1, len(connections), k, rows_are_columns=False)
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
     requests = [Request(trace, connections)]
     computed = _computed_in_turns(requests, options, budget=budget)
@@ -265,8 +264,9 @@ def decompose_each(
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
-        sizes = MapSizes.from_trace(trace, n, n, k_of_group)
-        sizes = replace(sizes, n_maps=n_maps, n_prompts=len(group))
+        sizes = MapSizes.from_trace(
+            trace, n, n, k_of_group, n_maps=n_maps, n_prompts=len(group)
+        )
         budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
         matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
         shelf = Shelf(n * len(group), matrix, budget.keeps_in_memory)
@@ -292,8 +292,9 @@ def decompose_sides(
         (decomposed,) = decompose_each([Request(trace, columns)], k, options)
         return decomposed, decomposed
     k = fitting_k(k, trace.d_model)
-    sizes = MapSizes.from_trace(trace, len(rows), len(columns), k)
-    sizes = replace(sizes, rows_are_columns=False)
+    sizes = MapSizes.from_trace(
+        trace, len(rows), len(columns), k, rows_are_columns=False
+    )
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
     computed = _computed_in_turns(
         [Request(trace, [*columns, *rows])], options, budget=budget
