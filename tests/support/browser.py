@@ -150,7 +150,7 @@ def scrolls_sideways(driver: Any) -> bool:
 def spilling(driver: Any) -> list[str]:
     """Charts that reach beyond the place they were given."""
     return driver.execute_script(
-        "return [...document.querySelectorAll('canvas')].filter(canvas => {"
+        "return [...document.querySelectorAll('[data-circuitsvis] canvas')].filter(canvas => {"
         "  const chart = canvas.getBoundingClientRect(),"
         "    place = canvas.closest('[data-circuitsvis]').getBoundingClientRect();"
         "  return chart.left < place.left - 1 || chart.right > "

@@ -20,6 +20,8 @@ from tl_coupling.interactive import (
     VIEW_STYLE,
     View,
     circuitsvis_script,
+    explorer_script,
+    show_coupling,
     show_layers_by_token,
     visible_token,
 )
@@ -83,7 +85,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
             expected,
             f"the first run and {name!r} must have",
         )
-    script = circuitsvis_script()
+    script = f"{circuitsvis_script()}\n{explorer_script()}"
     # The page's security policy allows the script with this digest and no other.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     provenance = first.trace.provenance
@@ -159,6 +161,11 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         "conclusions": _conclusions(runs, first),
         "means": _table_of_means(maps, first.ks),
         "remarks": _remarks(maps),
+        "explorer": Markup(
+            show_coupling(
+                maps, k=first.ks[0], matrix_k=12, decoded=first.decoded or ()
+            ).body
+        ),
         "depth": grid(heat_maps),
         "matrices": grid(_matrices(name, result) for name, result in maps.items()),
         "locality": grid(locality_figures),

@@ -1,13 +1,4 @@
-"""Draw views to explore with the pointer, with circuitsvis.
-
-Views show couplings of tokens, values of tokens, and values of layers and tokens.
-
-Every function takes results and returns a `View`, which displays itself in Jupyter and
-Colab and loads nothing from a network. `str(view)` is its HTML; a page with several
-views takes `circuitsvis_script()` once and `view.body` of each.
-
->>> view = tlc.interactive.show_tokens(trace.str_tokens, tlc.line_shape_score(trace.residual))
-"""
+"""Draw tokens, and maps of tokens, with circuitsvis."""
 
 import base64
 import gzip
@@ -28,14 +19,6 @@ from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import MeasureName
 from tl_coupling.plots import color_scale
-
-__all__ = [
-    "View",
-    "circuitsvis_script",
-    "show_layers_by_token",
-    "show_token_coupling",
-    "show_tokens",
-]
 
 # Characters; labels stand beside the rows of a map, and above its columns.
 _LONGEST_LABEL = 14
@@ -73,14 +56,13 @@ VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
 
 
 class View(RenderedHTML):
-    """Hold widgets of circuitsvis with their data and their script.
+    """Hold a view with its data and its script.
 
     Nothing is ever loaded from a network.
 
     Attributes:
-        body: the HTML of the widgets, without the script that draws them; the same for
-            the same data. Where scripts do not run, tokens are followed by their values
-            as text.
+        body: the HTML of the view, without the script that draws it; the same for the
+            same data. Where scripts do not run, it says in text what it can.
 
     Example:
         >>> from pathlib import Path
@@ -89,19 +71,23 @@ class View(RenderedHTML):
         >>> file = Path("tokens.html").write_text(str(view), encoding="utf-8")
     """
 
-    def __init__(self, body: str):
+    def __init__(self, body: str, script: str | None = None, name: str | None = None):
         self.body = f'<div class="tlc-view">{body}</div>'
+        self._script = script
+        self._name = name
 
     def _repr_html_(self) -> str:
-        """Return HTML that draws the widgets on its own.
+        """Return HTML that draws the view on its own.
 
-        0.5 MB of it are circuitsvis' script, compressed.
+        0.5 MB of it are circuitsvis' script, compressed, where it is one of
+        circuitsvis' views.
         """
+        script = self._script or circuitsvis_script()
         # A module runs once the cell's output is on the page, which a plain script may
         # not wait for.
         return (
             f'<style>{VIEW_STYLE}</style>{self.body}<script type="module">'
-            f"const packed = Uint8Array.from(atob({json.dumps(_packed_script())}), c "
+            f"const packed = Uint8Array.from(atob({json.dumps(_packed(script))}), c "
             "=> c.charCodeAt(0));"
             "const script = new Blob([packed]).stream().pipeThrough(new "
             'DecompressionStream("gzip"));'
@@ -112,6 +98,8 @@ class View(RenderedHTML):
     local_src = cdn_src = property(_repr_html_)
 
     def __repr__(self) -> str:
+        if self._name is not None:
+            return f"<View of {self._name}>"
         return f"<View with {self.body.count('data-circuitsvis=')} circuitsvis widgets>"
 
 
@@ -304,12 +292,10 @@ def circuitsvis_script() -> str:
     )
 
 
-@lru_cache(maxsize=1)
-def _packed_script() -> str:
-    return base64.b64encode(
-        # Without the time, the same script gives the same bytes.
-        gzip.compress(circuitsvis_script().encode(), mtime=0)
-    ).decode()
+@lru_cache(maxsize=2)
+def _packed(script: str) -> str:
+    # Without the time, the same script gives the same bytes.
+    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode()
 
 
 def visible_token(token: str) -> str:
@@ -378,13 +364,13 @@ def _map_widget(result: CouplingMap, values: list[list[float]], vmax: float) -> 
         attention=[
             [cells.get((row, col), missing) for col in places] for row in places
         ],
-        tokens=_names_of_tokens(result, places),
+        tokens=token_names(result, places),
         maskUpperTri=False,
         negativeColor=_UNDEFINED,
     )
 
 
-def _names_of_tokens(result: CouplingMap, places: Sequence[int]) -> list[str]:
+def token_names(result: CouplingMap, places: Sequence[int]) -> list[str]:
     """Return the text of each token, short, or its position where it is not known."""
     str_tokens = result.provenance.get("str_tokens")
     if not str_tokens:

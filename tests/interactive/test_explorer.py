@@ -1,0 +1,276 @@
+"""The map to explore: its numbers as a page holds them, and what a browser does with it."""
+
+import base64
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import browser
+import tl_coupling as tlc
+from tl_coupling.interactive import View, show_coupling
+from tl_coupling.interactive.explorer import explorer_script
+
+N_LAYERS = 4
+K = 6
+PAGE = (
+    '<!doctype html><meta charset="utf-8"><meta name="viewport" '
+    'content="width=device-width"><title>map</title>'
+)
+
+
+def depth_map(seed: int, diagonal: float, kind: str = "depth") -> tlc.CouplingMap:
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(N_LAYERS, N_LAYERS, K, K, generator=generator)
+    matrices = noise + diagonal * torch.eye(K)
+    is_depth = kind == "depth"
+    order = tuple(range(N_LAYERS))
+    return tlc.CouplingMap(
+        matrices=matrices.double(),
+        singular_values=torch.linspace(9, 4, K).expand(N_LAYERS, K).double(),
+        frobenius_norms=torch.full((N_LAYERS,), 20.0).double(),
+        d_model=32,
+        row_layers=order if is_depth else (1,) * N_LAYERS,
+        col_layers=order if is_depth else (2,) * N_LAYERS,
+        row_positions=(5,) * N_LAYERS if is_depth else order,
+        col_positions=(5,) * N_LAYERS if is_depth else order,
+        kind=kind,
+        orientation="ujv",
+        provenance={"str_tokens": ["<s>", "</script>", "\n", "é", "b", "c"]},
+    )
+
+
+class Held(HTMLParser):
+    """The numbers that a view holds."""
+
+    def __init__(self, view: View):
+        super().__init__()
+        self.numbers: dict[str, Any] = {}
+        self.feed(view.body)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if "data-map" in given:
+            self.numbers = json.loads(str(given["data-map"]))
+
+
+def naive_coupling(A: Tensor) -> float:
+    total = sum(float(entry) ** 2 for entry in A.flatten())
+    diagonal = sum(float(A[i, i]) ** 2 for i in range(len(A)))
+    return 1 - math.sqrt((total - diagonal) / total)
+
+
+def test_a_page_holds_every_value_and_matrix() -> None:
+    result = depth_map(0, 2.0)
+    held = Held(show_coupling(result, matrix_k=3)).numbers
+    (run,) = held["runs"]
+    codes = np.frombuffer(base64.b64decode(run["values"]), "<u2")
+    levels = np.frombuffer(base64.b64decode(run["matrices"]), np.int8)
+    codes = codes.reshape(K, N_LAYERS, N_LAYERS)
+    levels = levels.reshape(N_LAYERS, N_LAYERS, 3, 3)
+    for row in range(N_LAYERS):
+        for column in range(N_LAYERS):
+            A = result.matrices[row, column]
+            for k in range(1, K + 1):
+                expected = naive_coupling(A[:k, :k])
+                assert abs(codes[k - 1, row, column] / 65534 - expected) < 1e-5
+            shown = levels[row, column] / 127
+            assert np.abs(shown - (A[:3, :3] / 9).numpy()).max() < 1 / 200
+    # 1 − √(1 − 1/k), in any space.
+    nulls = np.array(run["nulls"])
+    expected_nulls = [1 - math.sqrt(1 - 1 / k) for k in range(1, K + 1)]
+    assert np.abs(nulls - np.array(expected_nulls)[:, None]).max() < 1e-5
+    assert run["sigma"][0] == [9.0, 8.0, 7.0]
+
+
+def test_an_undefined_value_is_no_number() -> None:
+    matrices = depth_map(0, 1.0).matrices.clone()
+    matrices[1, 2] = 0
+    result = dataclasses.replace(depth_map(0, 1.0), matrices=matrices)
+    with pytest.warns(UserWarning, match="undefined"):
+        held = Held(show_coupling(result)).numbers
+    codes = np.frombuffer(base64.b64decode(held["runs"][0]["values"]), "<u2")
+    assert set(codes.reshape(K, N_LAYERS, N_LAYERS)[:, 1, 2]) == {65535}
+
+
+def test_the_same_data_give_the_same_page_and_no_token_is_read_as_html() -> None:
+    views = [show_coupling(depth_map(1, 1.0, "self")) for _ in range(2)]
+    assert views[0].body == views[1].body
+    assert "</script>" not in views[0].body
+    assert "<script>" not in views[0].body
+
+
+def test_what_cannot_be_shown_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="`results` is empty"):
+        show_coupling({})
+    others = {"layers": depth_map(0, 1.0), "tokens": depth_map(0, 1.0, "self")}
+    with pytest.raises(ValueError, match="maps of the same pairs, 'tokens' has others"):
+        show_coupling(others)
+    with pytest.raises(ValueError, match="k"):
+        show_coupling(depth_map(0, 1.0), k=K + 1)
+
+
+def test_many_runs_are_gone_through_by_a_slider() -> None:
+    steps = {f"step {step}": depth_map(step, 0.5 * step) for step in range(6)}
+    body = show_coupling(steps).body
+    assert 'data-part="runs" min="0" max="5"' in body
+    assert 'type="radio"' not in body
+
+
+def test_what_directions_write_is_in_the_page(tiny_trace: tlc.Trace) -> None:
+    decoded = tlc.directions.decode(tiny_trace, layer=1, k=2, n_tokens=3)
+    result = tlc.depth_coupling(tiny_trace, k=4)
+    held = Held(show_coupling(result, decoded=decoded)).numbers
+    first, second = held["directions"]["1"]
+    texts = [decoded.texts[token] for token in decoded.tokens[-1, 0, 0].tolist()]
+    assert all(text.strip() in first for text in texts)
+    assert first != second
+
+
+# --- in a browser
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Any:
+    with browser.chromium() as driver:
+        yield driver
+
+
+def text_of(driver: Any, part: str) -> str:
+    return str(
+        driver.execute_script(
+            'return document.querySelector(`[data-part="${arguments[0]}"]`).textContent',
+            part,
+        )
+    )
+
+
+def centre_of(driver: Any, row: int, column: int) -> tuple[float, float]:
+    left, top, width, height = driver.execute_script(
+        "const box = document.querySelector('[data-part=map]').getBoundingClientRect();"
+        "return [box.left, box.top, box.width, box.height]"
+    )
+    return (
+        left + (column + 0.5) * width / N_LAYERS,
+        top + (row + 0.5) * height / N_LAYERS,
+    )
+
+
+def picture(driver: Any) -> str:
+    """The map as it is drawn."""
+    return str(
+        driver.execute_script(
+            "return document.querySelector('[data-part=map]').toDataURL()"
+        )
+    )
+
+
+@pytest.mark.long("shows a page in a browser")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_map_in_a_browser(chromium: Any, tmp_path: Path, width: int) -> None:
+    trained, untrained = depth_map(0, 3.0), depth_map(1, 0.0)
+    view = show_coupling({"trained": trained, "untrained": untrained}, k=4)
+    page = tmp_path / "map.html"
+    page.write_text(PAGE + str(view), encoding="utf-8")
+    browser.open_page(chromium, page, width)
+    browser.wait(chromium, "return document.querySelector('[data-drawn]') !== null")
+    browser.settle(chromium)
+    assert browser.requested(chromium) == [page.as_uri()]
+    assert browser.complaints(chromium) == []
+    assert not browser.scrolls_sideways(chromium)
+
+    def expected(result: tlc.CouplingMap, row: int, column: int, k: int) -> str:
+        return f"{naive_coupling(result.matrices[row, column, :k, :k]):.3f}"
+
+    # Hover.
+    browser.move_to(chromium, *centre_of(chromium, 2, 1))
+    said = text_of(chromium, "said")
+    assert "J₁ of layer 2, vectors of layer 1" in said
+    assert expected(trained, 2, 1, 4) in said
+    chance = 1 - math.sqrt(1 - 1 / 4)
+    times = naive_coupling(trained.matrices[2, 1, :4, :4]) / chance
+    assert f"{times:.1f} times the null ({chance:.3f})" in said
+    # Click.
+    chromium.execute_script(
+        "const map = document.querySelector('[data-part=map]');"
+        "map.dispatchEvent(new MouseEvent('click', {clientX: arguments[0], "
+        "clientY: arguments[1], bubbles: true}))",
+        *centre_of(chromium, 3, 0),
+    )
+    assert "J₁ of layer 3, vectors of layer 0" in text_of(chromium, "pair")
+    assert "9.00, 8.00, 7.00, 6.00" in text_of(chromium, "about")
+    # Keyboard.
+    from selenium.webdriver.common.keys import Keys
+
+    canvas = chromium.find_element("css selector", "[data-part=map]")
+    canvas.send_keys(Keys.ARROW_UP, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    # Over the matrix, the pair that is said is the chosen one.
+    browser.move_to(chromium, 1, 1)
+    assert "J₁ of layer 2, vectors of layer 2" in text_of(chromium, "said")
+    canvas.send_keys(Keys.ARROW_UP)
+    assert expected(trained, 1, 2, 4) in text_of(chromium, "said")
+    # Slider.
+    slider = chromium.find_element("css selector", "[data-part=slider]")
+    slider.send_keys(Keys.ARROW_RIGHT)
+    assert text_of(chromium, "k") == "k = 5"
+    assert expected(trained, 1, 2, 5) in text_of(chromium, "said")
+    # Switch.
+    before = picture(chromium)
+    untrained_button, difference_button = chromium.find_elements(
+        "css selector", "[data-run]"
+    )[1:]
+    untrained_button.click()
+    assert expected(untrained, 1, 2, 5) in text_of(chromium, "said")
+    assert picture(chromium) != before
+    difference_button.click()
+    said = text_of(chromium, "said")
+    a, b = (naive_coupling(run.matrices[1, 2, :5, :5]) for run in (trained, untrained))
+    assert f"trained − untrained = {a - b:.3f}" in said
+    assert browser.complaints(chromium) == []
+
+
+@pytest.mark.long("shows a page in a browser")
+def test_steps_play(chromium: Any, tmp_path: Path) -> None:
+    steps = {f"step {step}": depth_map(step, 0.5 * step) for step in range(6)}
+    page = tmp_path / "steps.html"
+    page.write_text(PAGE + str(show_coupling(steps)), encoding="utf-8")
+    browser.open_page(chromium, page, 900)
+    browser.wait(chromium, "return document.querySelector('[data-drawn]') !== null")
+    assert text_of(chromium, "run") == "step 0"
+    chromium.find_element("css selector", "[data-part=play]").click()
+    browser.wait(
+        chromium,
+        "return document.querySelector('[data-part=run]').textContent === 'step 3'",
+    )
+    chromium.find_element("css selector", "[data-part=play]").click()
+    assert re.fullmatch(r"step \d", text_of(chromium, "run"))
+
+
+def test_a_page_of_a_model_of_30_layers_is_small() -> None:
+    """Two runs, 30 layers, k = 50: less than 4 MB, script and style included."""
+    generator = torch.Generator().manual_seed(0)
+    order = tuple(range(30))
+    large = tlc.CouplingMap(
+        matrices=torch.randn(30, 30, 50, 50, generator=generator),
+        singular_values=torch.linspace(9, 4, 50).expand(30, 50),
+        frobenius_norms=torch.full((30,), 60.0),
+        d_model=576,
+        row_layers=order,
+        col_layers=order,
+        row_positions=(9,) * 30,
+        col_positions=(9,) * 30,
+        kind="depth",
+        orientation="ujv",
+        provenance={},
+    )
+    page = str(show_coupling({"trained": large, "untrained": large}))
+    assert len(page.encode()) < 1.5e6
+    assert explorer_script()[:50] not in page

@@ -1,0 +1,224 @@
+"""Draw a coupling map that is explored by pointer and keyboard: every pair's value beside
+its null, its matrix A, and each k.
+
+The numbers are in the page, as whole numbers of 16 bits (values) and 8 (matrices); 150
+lines of script draw them. Plotting libraries that could be embedded take 1 to 4 MB, and
+none of their maps is used by keyboard.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib import colormaps, rcParams
+from matplotlib.colors import to_hex
+
+from tl_coupling.arguments import Count, checked
+from tl_coupling.comparisons import CouplingMap
+from tl_coupling.directions import Decoded
+from tl_coupling.interactive.views import View, token_names, visible_token
+
+_HERE = Path(__file__)
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(_HERE.parent),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+# Steps of a colour scale: more are not told apart.
+_N_COLORS = 64
+_LARGEST_CODE = 65534
+_UNDEFINED = 65535
+_UNDEFINED_COLOR = "#bbbbbb"
+# Words that a direction writes.
+_N_WORDS = 6
+# More runs than this are chosen by a slider: steps of training.
+_MOST_BUTTONS = 4
+
+
+@checked
+def show_coupling(
+    results: CouplingMap | Mapping[str, CouplingMap],
+    *,
+    k: int | None = None,
+    matrix_k: Count = 16,
+    decoded: Decoded | Sequence[Decoded] = (),
+) -> View:
+    """Show coupling of every pair as a map to explore, with the matrix A behind each.
+
+    The pointer, or the arrow keys, show a pair, its value and how many times its null
+    that is; a click, or the keys, its matrix A and the singular values of J₁. A slider
+    goes through every k. Of two results their difference is shown as well; more than
+    four, such as checkpoints, are gone through by a slider of their own.
+
+    Args:
+        results: maps of the same pairs, of layers or of tokens, by name; or one.
+        k: the number of top singular vectors to begin with: 10, or all of a smaller map,
+            by default.
+        matrix_k: how many rows of each A are shown at most.
+        decoded: of `directions.decode`: what the directions of some layers write is
+            shown where one of these is chosen.
+
+    Raises:
+        ValueError: no result, maps of different pairs, or a k that they do not hold.
+
+    Cost: `2 k + matrix_k²` bytes for each pair and result, and a third more for the
+    page: 1.3 MB for 30 layers, k = 50 and two results.
+
+    Example:
+        >>> result = tlc.depth_coupling(trace, k=4)
+        >>> tlc.interactive.show_coupling({"trained": result, "untrained": result})
+        <View of the coupling of 2 × 2 layers, k ≤ 4: trained, untrained>
+    """
+    runs = {"": results} if isinstance(results, CouplingMap) else dict(results)
+    if not runs:
+        raise ValueError("`results` is empty: wanted at least one map")
+    first = next(iter(runs.values()))
+    for name, result in runs.items():
+        if _pairs(result) != _pairs(first):
+            raise ValueError(
+                f"`results` must be maps of the same pairs, {name!r} has others than "
+                f"{next(iter(runs))!r}"
+            )
+    largest_k = min(result.k for result in runs.values())
+    first_k = min(10, largest_k) if k is None else first._k(k)
+    if first_k > largest_k:
+        raise ValueError(f"`k` must be at most {largest_k}, which all hold, got {k}")
+    side = "layer" if first.kind == "depth" else "token"
+    rows, cols = _labels(first)
+    data = {
+        "side": side,
+        "rows": rows,
+        "cols": cols,
+        "row_ids": _ids(first.row_layers, first.row_positions),
+        "col_ids": _ids(first.col_layers, first.col_positions),
+        "row_layers": list(first.row_layers),
+        "col_layers": list(first.col_layers),
+        "first_k": first_k,
+        "matrix_k": min(matrix_k, largest_k),
+        "pair": _strongest_pair(first, first_k),
+        "runs": [
+            _numbers(name, result, largest_k, min(matrix_k, largest_k))
+            for name, result in runs.items()
+        ],
+        "directions": _directions(
+            [decoded] if isinstance(decoded, Decoded) else decoded
+        ),
+        "sequential": _colors(str(rcParams["image.cmap"])),
+        "diverging": _colors("RdBu_r"),
+        "undefined_color": _UNDEFINED_COLOR,
+    }
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    n_rows, n_cols = first.matrices.shape[:2]
+    name = f"the coupling of {n_rows} × {n_cols} {side}s, k ≤ {largest_k}"
+    if any(runs):
+        name += f": {', '.join(runs)}"
+    choices = [*runs, "difference"] if len(runs) == 2 else list(runs)
+    body = _TEMPLATES.get_template("explorer.html").render(
+        data=text,
+        # Radio buttons of one view belong together, and to no other view on a page.
+        group=hashlib.sha256(text.encode()).hexdigest()[:8],
+        choices=choices,
+        has_buttons=1 < len(choices) <= _MOST_BUTTONS,
+        has_steps=len(choices) > _MOST_BUTTONS,
+        side=side,
+        rows=rows,
+        cols=cols,
+        k=first_k,
+        largest_k=largest_k,
+    )
+    return View(body, script=explorer_script(), name=name)
+
+
+@lru_cache(maxsize=1)
+def explorer_script() -> str:
+    """Return the script that draws every map of `show_coupling` on a page."""
+    return _HERE.with_suffix(".js").read_text(encoding="utf-8")
+
+
+def _pairs(result: CouplingMap) -> tuple[object, ...]:
+    return (
+        result.kind,
+        result.row_layers,
+        result.col_layers,
+        result.row_positions,
+        result.col_positions,
+    )
+
+
+def _labels(result: CouplingMap) -> tuple[list[str], list[str]]:
+    if result.kind == "depth":
+        return list(map(str, result.row_layers)), list(map(str, result.col_layers))
+    return (
+        token_names(result, result.row_positions),
+        token_names(result, result.col_positions),
+    )
+
+
+def _ids(layers: Sequence[int], positions: Sequence[int]) -> list[str]:
+    """Name connections, so that a pair of one with itself is known."""
+    return [
+        f"{layer}:{position}" for layer, position in zip(layers, positions, strict=True)
+    ]
+
+
+def _strongest_pair(result: CouplingMap, k: int) -> list[int]:
+    """Return row and column of the largest value of two different connections."""
+    values = result.coupling(k).where(~result.own_pairs(), torch.nan)
+    row, column = divmod(int(values.nan_to_num(-1).argmax()), values.shape[1])
+    return [row, column]
+
+
+def _numbers(name: str, result: CouplingMap, largest_k: int, m: int) -> dict[str, Any]:
+    """Return one result as numbers that a page holds: values, nulls, matrices."""
+    table = result.to_dataset()
+    values = table["coupling"].values[:largest_k]
+    codes = np.where(
+        np.isnan(values),
+        _UNDEFINED,
+        np.rint(np.clip(np.nan_to_num(values), 0, 1) * _LARGEST_CODE),
+    )
+    nulls = table["null"].values[:largest_k, :, 0]
+    sigma = result.singular_values[:, :m].cpu()
+    # Entries of A are at most σ₁ of J₁.
+    A = result.matrices[..., :m, :m].cpu() / sigma[:, :1, None, None]
+    levels = (A.nan_to_num(0).clamp(-1, 1) * 127).round().to(torch.int8)
+    return {
+        "name": name,
+        "values": _base64(codes.astype("<u2")),
+        "nulls": np.round(np.nan_to_num(nulls), 5).tolist(),
+        "sigma": [[float(f"{s:.4g}") for s in row] for row in sigma.tolist()],
+        "matrices": _base64(levels.numpy()),
+    }
+
+
+def _base64(array: np.ndarray) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _directions(decoded: Sequence[Decoded]) -> dict[int, list[str]]:
+    """Return what each direction of a layer writes, at both of its ends."""
+    texts = {}
+    for result in decoded:
+        # The last way goes furthest: through the later blocks, or the lens.
+        ends = result.tokens[-1, :, :, :_N_WORDS].tolist()
+        texts[result.layer] = [
+            " · − ".join(
+                " ".join(visible_token(result.texts[token]).strip() for token in end)
+                for end in both_ends
+            )
+            for both_ends in ends
+        ]
+    return texts
+
+
+def _colors(name: str) -> list[str]:
+    return [to_hex(color) for color in colormaps[name](np.linspace(0, 1, _N_COLORS))]
