@@ -97,7 +97,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     ]
     for name, figures in results.items():
         environment = figures["environment"]
-        purpose = str(_module(figures).__doc__).splitlines()[0]
+        purpose = " ".join(str(_module(figures).__doc__).split("\n\n")[0].split())
         versions = ", ".join(
             f"{package} {version}"
             for package, version in environment["versions"].items()

@@ -51,8 +51,8 @@ def _heading(title: str, line: str = "=") -> str:
     return f"{title}\n{line * len(title)}\n\n"
 
 
-def _first_line(thing: Any) -> str:
-    return inspect.cleandoc(thing.__doc__).partition("\n")[0]
+def _first_paragraph(thing: Any) -> str:
+    return " ".join(inspect.cleandoc(thing.__doc__).split("\n\n")[0].split())
 
 
 def _directive(name: str, thing: Any) -> str:
@@ -65,9 +65,9 @@ def _directive(name: str, thing: Any) -> str:
 
 
 def _table(names: list[str], module: Any) -> str:
-    """Names with their first lines."""
+    """Names with the first paragraphs of their docstrings."""
     rows = [
-        f"   * - `~{module.__name__}.{name}`\n     - {_first_line(getattr(module, name))}\n"
+        f"   * - `~{module.__name__}.{name}`\n     - {_first_paragraph(getattr(module, name))}\n"
         for name in names
     ]
     return (
@@ -85,7 +85,7 @@ def _index() -> str:
     )
     text += ".. automodule:: tl_coupling\n\n"
     for room, module in ROOMS.items():
-        text += _heading(room, "-") + f"{_first_line(module)} `tl_coupling.{room}`\n\n"
+        text += _heading(room, "-") + f"{_first_paragraph(module)} `tl_coupling.{room}`\n\n"
         if top := at_the_top(room):
             text += _table(top, tl_coupling)
     return (

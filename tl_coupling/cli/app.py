@@ -2,8 +2,10 @@
 SIGTERM stop it.
 """
 
+import importlib
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,13 +16,86 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import wraps
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from tl_coupling.files import plain
 
+# By what they are for, and in each group in this order: the commands, the modules of
+# `cli/` that have them, and what the list of commands says of each. A line of 80
+# characters holds the longest name and 55 characters.
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "One model, one prompt or several": {
+        "depth": ("depth", "Coupling of every two layers, at one token"),
+        "carriers": ("carriers", "Heads and MLPs that carry coupling across depth"),
+        "tokens": ("tokens", "Coupling of every two tokens, at one pair of layers"),
+        "trajectory": ("trajectory", "Paths of tokens through the residual stream"),
+        "directions": ("directions", "What singular vectors read, write and do"),
+        "dynamics": ("dynamics", "Products of blocks, and the blocks' eigenvalues"),
+        "report": ("report", "One HTML page on a model and a prompt, or an image"),
+    },
+    "Several models": {
+        "compare": ("compare", "Coupling of two models, revisions or prompt sets"),
+        "checkpoints": ("checkpoints", "Coupling, spectra, loss at every checkpoint"),
+        "survey": ("survey", "Coupling, spectra, loss of many models and prompts"),
+        "generalization": ("generalization", "Coupling against a score across models"),
+        "precision": ("precision", "How far measures move when weights are rounded"),
+        "redundancy": ("redundancy", "The loss as blocks are dropped or swapped"),
+        "compare-trajectories": (
+            "trajectories",
+            "Paths of one prompt in several models",
+        ),
+    },
+}
+COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
+# Old names, which no help lists.
+RENAMED = {"trajectories": "compare-trajectories"}
+
+
+class _Commands(TyperGroup):
+    """The commands, each imported when it is asked for: torch takes seconds."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        """Return the names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command; None where there is none of this name."""
+        name = RENAMED.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
+            return None
+        if name != cmd_name:
+            typer.echo(f"tl-coupling: {cmd_name} is now called {name}", err=True)
+        module, _ = COMMANDS[name]
+        with _seen_to_start():
+            importlib.import_module(f"tl_coupling.cli.{module}")
+        return typer.main.get_group(app).commands[name]
+
+    def format_commands(self, ctx: object, formatter: Any) -> None:
+        """List the commands by group."""
+        for heading, commands in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(name, text) for name, (_, text) in commands.items()]
+                )
+
+
+@contextmanager
+def _seen_to_start() -> Iterator[None]:
+    """Say in a terminal that something happens while torch is imported."""
+    is_watched = sys.stderr.isatty()
+    if is_watched:
+        print("starting …", end="", file=sys.stderr, flush=True)
+    yield
+    if is_watched:
+        # The line is free again.
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Transformer block coupling and residual-stream trajectories for "
     "TransformerLens models.",
     # Help texts hold brackets such as [all], which rich would read as markup.
@@ -29,6 +104,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+# Of 80 characters, without the margins and ` \\`.
+_EXAMPLE_WIDTH = 72
 # Within this time after the first signal the command is still busy stopping.
 _STOPPING_SECONDS = 10.0
 # So soon after an interrupt that was lost it is sent again.
@@ -95,24 +172,36 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.Signature(options_of_all)
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options_of_all}
-    app.command(function.__name__.replace("_", "-"))(run)
+    name = function.__name__.replace("_", "-")
+    app.command(name, help=_help_text(function.__doc__ or ""))(run)
     return function
 
 
-def renamed(old_name: str, function: Callable[..., None]) -> None:
-    """Let a command answer to its old name too, which no help lists, with a hint."""
-    new_name = function.__name__.replace("_", "-")
-    # The command as `command` registered it, with its groups taken apart.
-    (registered,) = [c for c in app.registered_commands if c.name == new_name]
-    run = registered.callback
-    assert run is not None
+def _help_text(docstring: str) -> str:
+    """Return a docstring whose examples can be pasted as they are printed."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(
+        _pasteable(paragraph)
+        if paragraph.lstrip().startswith("tl-coupling ")
+        else paragraph
+        for paragraph in paragraphs
+    )
 
-    @wraps(run)
-    def run_with_hint(**options: object) -> None:
-        typer.echo(f"tl-coupling: {old_name} is now called {new_name}", err=True)
-        run(**options)
 
-    app.command(old_name, hidden=True)(run_with_hint)
+def _pasteable(example: str) -> str:
+    """Break a command only between its options, with a backslash."""
+    # What is in quotes is one word, and a value stays with its option.
+    words = re.findall(
+        r'(?:--[\w-]+\s+(?!-))?(?:"[^"]*"|[^\s"]+)', " ".join(example.split())
+    )
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) < _EXAMPLE_WIDTH:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    # The mark of a paragraph that is printed as it is.
+    return "\b\n  " + " \\\n  ".join(lines)
 
 
 def _options_of(kind: type) -> list[inspect.Parameter]:

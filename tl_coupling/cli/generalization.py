@@ -16,7 +16,7 @@ from tl_coupling.cli.options import OUT, Out
 from tl_coupling.cli.sweeps import values_by_name
 from tl_coupling.cli.tables import table_of
 from tl_coupling.files import write_table
-from tl_coupling.measures import MeasureName, Orientation
+from tl_coupling.measures import MEASURES, MeasureName, Orientation
 
 if TYPE_CHECKING:
     import pandas
@@ -48,7 +48,11 @@ def generalization(
         typer.Option("--k", help="Top singular vectors. [the most that were measured]"),
     ] = None,
     measure: Annotated[
-        MeasureName, typer.Option(help="What was measured between layers.")
+        MeasureName,
+        typer.Option(
+            metavar="<name>",
+            help=f"What was measured between layers: {', '.join(MEASURES)}.",
+        ),
     ] = "coupling",
     checkpoint: Annotated[
         str | None,

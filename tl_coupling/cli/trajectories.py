@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import tl_coupling as tlc
-from tl_coupling.cli.app import command, renamed
+from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import (
     OUT,
@@ -84,9 +84,6 @@ def compare_trajectories(
         numbers = ["layers", *SHAPES.values(), "score of random steps"]
         table = table_of("trajectories", ["model"], numbers, rows, "mean over tokens")
         work.shown.append(table)
-
-
-renamed("trajectories", compare_trajectories)
 
 
 def _sources(
