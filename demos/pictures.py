@@ -23,6 +23,7 @@ import tl_coupling as tlc
 sys.path.append(str(Path(__file__).parent / "studies"))
 import capacity_report
 import gap_report
+from finding_cards import CARDS
 
 RESULTS = Path(__file__).parent / "studies" / "results"
 K = 10
@@ -179,6 +180,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/redundancy.png": redundancy,
     "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
+    **{f"pictures/card-{name}.png": draw for name, draw in CARDS.items()},
 }
 
 
@@ -193,7 +195,9 @@ def main() -> None:
         path = arguments.out / names[name]
         path.parent.mkdir(parents=True, exist_ok=True)
         figure = PICTURES[names[name]]()
-        figure.savefig(path, dpi=90, metadata={"Software": None})
+        # Cards are narrow, and drawn for screens of two pixels to one.
+        dpi = 180 if name.startswith("card-") else 90
+        figure.savefig(path, dpi=dpi, metadata={"Software": None})
         print(path)
 
 

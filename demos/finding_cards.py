@@ -1,0 +1,275 @@
+"""One small picture for each card of the page of findings.
+
+A card is 350 pixels wide on the page, so each picture has one panel, few words, and
+letters that are large enough there. `python demos/pictures.py` draws them with the
+others: `--only card-depth card-training` some of them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas
+import xarray
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import tl_coupling as tlc
+
+RESULTS = Path(__file__).parent / "studies" / "results"
+PROMPT = "What is the capital of France? The capital is"
+K = 10
+# Okabe and Ito's colours, which readers with any kind of colour vision tell apart.
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.55"
+SIZE = 4.0, 2.5
+NULL_LINE = {"color": "black", "linestyle": ":", "linewidth": 1}
+# Over the axes, where it covers no mark.
+LEGEND = {"loc": "outside upper center", "ncols": 2, "frameon": False, "fontsize": 9}
+
+
+def card() -> tuple[Figure, Axes]:
+    """Return the figure of a card and its only axes."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    ax = figure.subplots()
+    ax.spines[["top", "right"]].set_visible(False)
+    return figure, ax
+
+
+def depth() -> Figure:
+    """Coupling of every two layers of SmolLM2-135M, trained and untrained."""
+    figure = Figure(figsize=SIZE, layout="constrained")
+    # Axes of fixed proportions would push their titles over the edge.
+    figure.get_layout_engine().set(rect=(0, 0, 1, 0.98))
+    axes = figure.subplots(1, 2)
+    axes[0].set_ylabel("layer")
+    for ax, untrained in zip(axes, (False, True), strict=True):
+        model = tlc.load_model("smollm2-135m", untrained=untrained)
+        result = tlc.depth_coupling(tlc.trace(model, PROMPT), k=K)
+        coupling = result.coupling(K).clone()
+        coupling.fill_diagonal_(float("nan"))
+        image = ax.imshow(coupling, vmin=0, vmax=0.5, cmap="viridis")
+        name = "untrained" if untrained else "trained"
+        ax.set_title(f"{name}: {result.mean():.3f}", fontsize=9)
+        ax.set(xticks=[0, 10, 20, 29], yticks=[0, 10, 20, 29])
+    figure.colorbar(
+        image,
+        ax=axes,
+        orientation="horizontal",
+        label=f"coupling (random subspaces: {result.null():.3f})",
+        shrink=0.5,
+        aspect=40,
+        ticks=[0, 0.25, 0.5],
+    )
+    return figure
+
+
+def trajectories() -> Figure:
+    """Line-shape scores of 40 texts in SmolLM2-135M, trained and untrained."""
+    shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
+    others = shapes[shapes["tokens"] == "others"]
+    figure, ax = card()
+    bins = np.histogram_bin_edges(others["line_shape_score"], 24).tolist()
+    for name, color, x, y in (
+        ("trained", BLUE, 4.1, 10.4),
+        ("untrained", GREY, 5.6, 8),
+    ):
+        scores = others.loc[others["model"] == name, "line_shape_score"]
+        ax.hist(scores, bins, color=color)
+        ha = "center" if name == "trained" else "left"
+        ax.annotate(name, (x, y), color=color, ha=ha)
+    n_layers = 30
+    ax.axvline(n_layers**0.5, **NULL_LINE)
+    arrow = {"arrowstyle": "-", "linewidth": 0.8}
+    ax.annotate(
+        "random steps",
+        (n_layers**0.5, 14.2),
+        (4.6, 14.2),
+        va="center",
+        fontsize=9,
+        arrowprops=arrow,
+    )
+    ax.set(xlabel="line-shape score (1: a straight line)", ylabel="texts")
+    ax.set_ylim(0, 15)
+    return figure
+
+
+def training() -> Figure:
+    """Coupling by training step in three seeds of a small GPT-NeoX, and its loss."""
+    table = pandas.read_csv(RESULTS / "surge" / "measured.csv")
+    base = table[table["variant"] == "base"]
+    figure, ax = card()
+    for _, of_seed in base.groupby("run"):
+        ax.plot(of_seed["checkpoint"], of_seed["coupling"], color=BLUE, linewidth=1.2)
+    means = base.groupby("checkpoint")[["loss"]].mean()
+    for step, y, ha in ((0, 0.29, "left"), (16, 0.57, "center"), (512, 0.17, "right")):
+        text = f"loss {means.loc[step, 'loss']:.1f}"
+        ax.annotate(text, (step, y), ha=ha, color=BLUE)
+    null = tlc.measures.mean_random_coupling(5)
+    ax.axhline(null, **NULL_LINE)
+    ax.annotate("random subspaces", (512, 0.02), ha="right", fontsize=9)
+    # Steps are powers of two, and 0.
+    ax.set_xscale("symlog", base=2, linthresh=1)
+    ax.set_xticks([0, 1, 4, 16, 64, 512], ["0", "1", "4", "16", "64", "512"])
+    ax.minorticks_off()
+    ax.set_xlim(-0.2, 700)
+    ax.set(xlabel="training step", ylabel="coupling, k = 5", ylim=(0, 0.66))
+    return figure
+
+
+def generalization() -> Figure:
+    """Coupling of models with one held-out loss, by the learning rate and the width."""
+    table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
+    at_mark = table[(table["mark"] == "bigram") & (table["size"] == "K = 8")]
+    figure, ax = card()
+    looks = ((32, BLUE, "o"), (64, ORANGE, "s"), (128, GREEN, "^"))
+    for width, color, marker in looks:
+        of_width = at_mark[at_mark["width"] == width]
+        ax.plot(
+            of_width["learning_rate"],
+            of_width["above_chance"],
+            marker,
+            color=color,
+            markersize=3,
+            alpha=0.5,
+        )
+        means = of_width.groupby("learning_rate")["above_chance"].mean()
+        ax.plot(means, marker=marker, color=color, label=f"width {width}")
+    ax.axhline(0, **NULL_LINE)
+    ax.annotate("random subspaces", (0.001, 0), va="bottom", ha="left", fontsize=9)
+    rates = sorted(at_mark["learning_rate"].unique())
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    loss = at_mark["loss_held_out"].mean()
+    ax.set(
+        xlabel=f"learning rate, all at a held-out loss of {loss:.2f}",
+        ylabel="coupling above chance",
+        ylim=(-0.03, 0.4),
+    )
+    ax.legend(frameon=False)
+    return figure
+
+
+def redundancy() -> Figure:
+    """Spearman's ρ of what changing a block costs, with coupling and block influence."""
+    data = xarray.load_dataset(RESULTS / "ladder" / "redundancy-smollm2-135m.nc")
+    correlations = tlc.redundancy.redundancy_correlations(data).sel(blocks="all", k=K)
+    figure, ax = card()
+    looks = (
+        ("coupling", BLUE, "o", "with coupling"),
+        ("block_influence", ORANGE, "s", "with block influence"),
+    )
+    names = {
+        "dropped": "block dropped",
+        "swapped": "neighbours\nswapped",
+        "merged": "neighbours\nmerged",
+    }
+    for predictor, color, marker, label in looks:
+        for place, change in enumerate(names):
+            of_change = correlations.sel(change=change)
+            low, high = of_change[f"{predictor}_interval"].values
+            ax.hlines(-place, low, high, color=color, linewidth=2)
+            ax.plot(
+                float(of_change[predictor]),
+                -place,
+                marker,
+                color=color,
+                label=label if place == 0 else None,
+            )
+    ax.axvline(0, **NULL_LINE)
+    ax.set_yticks([0, -1, -2], list(names.values()))
+    ax.set(xlabel="Spearman's ρ with the change in loss", xlim=(-1, 1))
+    ax.set_ylim(-2.5, 0.5)
+    figure.legend(**LEGEND)
+    return figure
+
+
+def heads_and_mlps() -> Figure:
+    """Excess of each branch of SmolLM2-135M, beside random singular vectors' band."""
+    figure, ax = card()
+    names = {
+        "attn_out": "attention",
+        "mlp_out": "MLP",
+        "mlp∘attn": "MLP acting on\nattention's output",
+    }
+    looks = ((False, BLUE, "o", 0.12), (True, GREY, "s", -0.12))
+    for untrained, color, marker, shift in looks:
+        model = tlc.load_model("smollm2-135m", untrained=untrained)
+        branches = tlc.carriers(tlc.trace(model, PROMPT), k=K).by_branch()
+        excess = dict(
+            zip(branches.labels, branches.mean("excess").tolist(), strict=True)
+        )
+        for place, label in enumerate(names):
+            low, high = branches.null_interval(label)
+            ax.hlines(shift - place, low, high, color="0.85", linewidth=8)
+            ax.plot(excess[label], shift - place, marker, color=color)
+        ax.plot(
+            [], [], marker, color=color, label="untrained" if untrained else "trained"
+        )
+    ax.plot([], [], color="0.85", linewidth=8, label="random vectors")
+    ax.axvline(0, **NULL_LINE)
+    ax.set_yticks([0, -1, -2], list(names.values()))
+    ax.set_xticks([-0.05, 0, 0.05])
+    ax.set_xlabel("share of coupling minus share of J")
+    ax.set_ylim(-2.5, 0.5)
+    figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 1, "handletextpad": 0.3})
+    return figure
+
+
+def amplification() -> Figure:
+    """Gain in log σ₁ of the product of blocks on each of 24 prompts, by task."""
+    table = pandas.read_csv(RESULTS / "gains" / "measured.csv")
+    figure, ax = card()
+    tasks = sorted(table["task"].unique())
+    looks = (("main", BLUE, "o", 0.13), ("untrained", GREY, "s", -0.13))
+    for checkpoint, color, marker, shift in looks:
+        of_model = table[table["model"] == f"smollm2-135m@{checkpoint}"]
+        places = [shift - tasks.index(task) for task in of_model["task"]]
+        name = "trained" if checkpoint == "main" else checkpoint
+        ax.plot(of_model["gain"], places, marker, color=color, alpha=0.7, label=name)
+    ax.axvline(0, **NULL_LINE)
+    ax.set_yticks([-place for place in range(len(tasks))], tasks)
+    ax.set_xlabel("gain in log σ₁ over turned blocks", loc="right")
+    figure.legend(**LEGEND)
+    return figure
+
+
+def directions() -> Figure:
+    """Cost of removing shared directions, and others of the same gain, in two models."""
+    figure, ax = card()
+    models = {"smollm2-135m": "SmolLM2", "gemma-3-270m-q4_k_m": "Gemma"}
+    looks = (
+        ("shared", BLUE, "o", "shared by blocks"),
+        ("unshared", ORANGE, "s", "not shared, same gain"),
+    )
+    names = []
+    for model, short in models.items():
+        for side in ("read", "write"):
+            path = RESULTS / "shared_directions" / f"{model}-{side}-1.csv"
+            rows = pandas.read_csv(path).set_index("kind")
+            for kind, color, marker, _ in looks:
+                row = rows.loc[kind]
+                ax.hlines(-len(names), row["low"], row["high"], color=color)
+                ax.plot(row["loss_change"], -len(names), marker, color=color)
+            names.append(f"{short}, {side}")
+    for _, color, marker, label in looks:
+        ax.plot([], [], marker, color=color, label=label)
+    ax.set_yticks([-place for place in range(len(names))], names)
+    ax.set_xscale("log")
+    ax.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    ax.set_ylim(-len(names) + 0.6, 0.4)
+    ax.set_xlabel("rise in loss when ten are removed, nats", loc="right")
+    figure.legend(**LEGEND)
+    return figure
+
+
+# By the name of the page under docs/findings.
+CARDS: dict[str, Callable[[], Figure]] = {
+    "depth": depth,
+    "trajectories": trajectories,
+    "training": training,
+    "generalization": generalization,
+    "redundancy": redundancy,
+    "heads-and-mlps": heads_and_mlps,
+    "amplification": amplification,
+    "directions": directions,
+}
