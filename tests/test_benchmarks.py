@@ -29,6 +29,7 @@ from benchmarks import (
     table,
 )
 from benchmarks.stages import random_model
+from findings import findings
 from tl_coupling.studies.generalization import paper_table1
 
 
@@ -399,5 +400,4 @@ def test_the_pages_say_what_the_committed_studies_cover():
         if int(design.split()[0]) >= 6
     ]
     low, high = 100 * min(of_six_or_more), 100 * max(of_six_or_more)
-    findings = (root / "docs/findings.md").read_text()
-    assert f"contain it in {low:.1f} to {high:.1f} % of" in findings
+    assert f"contain it in {low:.1f} to {high:.1f} % of" in findings()

@@ -1,5 +1,5 @@
 """docs/PAPER.md: each command runs on a tiny model, or says what it needs; each
-figure of the paper has a heading.
+figure of the paper has a row in the table, and a section.
 """
 
 import ast
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import tiny
+from findings import findings
 from tl_coupling.studies.generalization import paper_table1
 
 ROOT = Path(__file__).parents[1]
@@ -64,22 +65,23 @@ SHOWN = [
 ]
 
 
-class Row(NamedTuple):
-    """A figure, table or claim of the paper."""
+VERDICTS = {"agrees", "differs", "in part", "drawn", "not run", "no claim"}
 
-    what: str
+
+class Row(NamedTuple):
+    """The section of a figure, table or claim of the paper."""
+
+    heading: str
+    figures: str
     claim: str
     seen: str
     command: str
 
 
 def rows() -> list[Row]:
-    parts = ("The paper", "Seen here", "Command")
+    parts = ("Figures", "The paper", "Seen here", "Command")
     pattern = "\n\n".join(rf"\*\*{part}:\*\* (.+)" for part in parts)
-    return [
-        Row(*found)
-        for found in re.findall(rf"### (?:Figures? )?(.+)\n\n{pattern}", PAGE)
-    ]
+    return [Row(*found) for found in re.findall(rf"### (.+)\n\n{pattern}", PAGE)]
 
 
 def commands(needs_hub: bool) -> list[list[str]]:
@@ -196,7 +198,7 @@ def test_what_needs_the_hub_names_a_test_against_the_loopback_hub() -> None:
 
 
 def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
-    named = {name.strip() for row in rows() for name in row.what.split(",")}
+    named = {name.strip("` ") for row in rows() for name in row.figures.split(",")}
     assert not set(SHOWN) - named
     for row in rows():
         assert row.claim, row
@@ -204,16 +206,28 @@ def test_every_figure_has_a_row_with_a_command_and_what_was_seen() -> None:
         assert "`" in row.command, row
 
 
+def test_the_table_has_a_row_with_a_verdict_for_each_section() -> None:
+    table = PAGE.partition("| figure |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(rows())
+    for line, row in zip(table, rows(), strict=True):
+        figures, shown, _, verdict = line.strip("| ").split(" | ")
+        anchor = re.sub(r"[^\w -]", "", row.heading.lower()).replace(" ", "-")
+        assert shown == f"[{row.heading}](#{anchor}): {row.claim.rstrip('.')}"
+        assert figures == row.figures
+        assert verdict in VERDICTS
+        assert (verdict == "not run") == row.seen.startswith("not run")
+
+
 def test_what_sizes_explain_in_table_1_is_what_the_pages_say() -> None:
     table = paper_table1().dropna(subset="score")
     is_base = table.variant == "base"
     is_of_code = table.family.isin(["CodeLlama", "CodeGemma"])
-    findings = (ROOT / "docs" / "findings.md").read_text()
+    of_findings = findings()
     for models in (table[is_base & ~is_of_code], table):
         for x in (np.log(models.params_billion), models.d_model, models.n_layers):
             r_squared = f"{stats.linregress(x, models.score).rvalue ** 2:.3f}"
             assert r_squared in PAGE
-            assert r_squared in findings
+            assert r_squared in of_findings
     assert len(table[is_base & ~is_of_code]) == 23
 
 

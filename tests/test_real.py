@@ -17,6 +17,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
+from findings import findings
 from real import contents, measure, page, run, weights
 from real.measure import Outcome
 from real.oracle import ExactOracle, in_float64
@@ -353,8 +354,7 @@ def test_the_recorded_page_is_that_of_the_recorded_outcomes() -> None:
     ],
 )
 def test_the_findings_are_the_recorded_ones(model: str, label: str) -> None:
-    findings = page.RESULTS.with_name("findings.md").read_text("utf-8")
     [outcome] = [o for o in page.recorded() if o["name"] == model]
     mean, low, high = outcome["coupling"]["10"]
     sentence = f"{label} {mean:.3f} ({low:.3f} to {high:.3f})"
-    assert sentence in " ".join(findings.split())
+    assert sentence in " ".join(findings().split())

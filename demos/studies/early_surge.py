@@ -39,7 +39,7 @@ from transformers.utils.logging import disable_progress_bar
 import tl_coupling as tlc
 from tl_coupling.files import file_name, output_folder, write_atomically
 from tl_coupling.measures import without_shared, without_top
-from tl_coupling.surveys import local_checkpoints, loss
+from tl_coupling.studies.surveys import local_checkpoints, loss
 
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -54,7 +54,7 @@ from paths import distinct_texts, interval
 from shared_directions import keep
 from slopes import design_of
 from tl_coupling.measures import mean_random_coupling
-from tl_coupling.surveys import loss
+from tl_coupling.studies.surveys import loss
 
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_OF_TASK = 2 if IS_SMALL else 40

@@ -23,7 +23,7 @@ import tl_coupling as tlc
 from small_models import Corpus, TrainingConfig, batches, learn, new_model
 from surge_probes import dataset, mean_cosine, mean_coupling
 from tl_coupling.measures import random_rotations
-from tl_coupling.surveys import loss
+from tl_coupling.studies.surveys import loss
 
 if TYPE_CHECKING:
     import xarray

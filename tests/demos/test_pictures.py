@@ -14,12 +14,13 @@ import capacity_report
 import gap_report
 import pictures
 import tl_coupling as tlc
+from findings import findings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_pages_show_what_the_script_draws() -> None:
-    shown = re.findall(r"!\[[^]]+\]\((.+?\.png)\)", (DOCS / "findings.md").read_text())
+    shown = re.findall(r"(?:\]\(|:img-top: )(?:\.\./)?(.+?\.png)", findings())
     assert {*shown, "coupling.png"} == set(pictures.PICTURES)
     assert all((DOCS / name).exists() for name in pictures.PICTURES)
 
@@ -35,7 +36,7 @@ def test_bars_are_the_committed_changes_in_loss(side: int) -> None:
 
 
 def test_the_page_says_what_removals_from_gemma_cost() -> None:
-    page = (DOCS / "findings.md").read_text()
+    page = findings()
     folder = pictures.RESULTS / "shared_directions"
     tables = [
         pandas.read_csv(folder / f"gemma-3-270m-q4_k_m-{side}-1.csv").set_index("kind")
@@ -56,7 +57,7 @@ def test_the_page_says_what_removals_from_gemma_cost() -> None:
 
 
 def test_the_page_says_what_the_committed_surge_gives() -> None:
-    page = " ".join((DOCS / "findings.md").read_text().split())
+    page = " ".join(findings().split())
     page = page.partition("`make surge` asks why")[2].partition("Measurements and")[0]
     table = pandas.read_csv(pictures.RESULTS / "surge" / "measured.csv")
 
@@ -87,15 +88,15 @@ def test_the_page_says_what_the_committed_surge_gives() -> None:
         assert words.format(f"{mean(*place):.3f}".replace("0.", ".")) in page
     losses = {
         "one wrong feedback": "({} nats",
-        "own feedback": "own feedback {}",
-        "base": "true feedback {}",
+        "own feedback": "own gradients {}",
+        "base": "true gradient {}",
     }
     for variant, words in losses.items():
         assert words.format(f"{mean(variant, 'loss', 32):.2f}") in page
 
 
 def test_the_page_says_what_the_committed_ladder_gives() -> None:
-    page = " ".join((DOCS / "findings.md").read_text().split()).replace("−", "-")
+    page = " ".join(findings().split()).replace("−", "-")
     report = (pictures.RESULTS / "ladder" / "report.txt").read_text()
     slope, low, high, r_squared = re.search(
         r"slope (\S+) \((\S+) to (\S+)\), R² = ([\d.]+)", report
@@ -126,7 +127,7 @@ def test_the_page_says_what_the_committed_ladder_gives() -> None:
 
 
 def test_the_page_says_what_the_committed_gains_give() -> None:
-    page = " ".join((DOCS / "findings.md").read_text().split()).replace("−", "-")
+    page = " ".join(findings().split()).replace("−", "-")
     table = pandas.read_csv(pictures.RESULTS / "gains" / "measured.csv")
     trained, untrained = (
         table[table["model"] == f"smollm2-135m@{name}"]
@@ -157,7 +158,7 @@ def test_the_page_says_what_the_committed_capacities_give() -> None:
     table = pandas.read_csv(pictures.RESULTS / "capacity" / "measured.csv")
     slopes = capacity_report.slopes(table)
     of_all = slopes[slopes["at"] == "all"].set_index(["mark", "of", "size"])
-    page = (DOCS / "findings.md").read_text()
+    page = findings()
     assert f"all {len(slopes)} are simultaneous" in page
     for mark in slopes["mark"].unique():
         cells = []
@@ -174,7 +175,7 @@ def test_the_page_says_what_the_committed_gaps_give() -> None:
     """The table of slopes, and each number of the levels that it speaks of."""
     table = pandas.read_csv(pictures.RESULTS / "gap" / "measured.csv")
     effects = gap_report.effects(table).set_index(["question", "mark"])
-    page = (DOCS / "findings.md").read_text()
+    page = findings()
     for question in gap_report.QUESTIONS:
         cells = []
         for mark in gap_report.marks_in(table):

@@ -16,6 +16,7 @@ from scipy import stats
 import real_models
 import tiny
 import tl_coupling as tlc
+from findings import findings
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
@@ -149,7 +150,7 @@ def committed(part: str) -> list[pandas.DataFrame]:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return (Path(tlc.__file__).parents[1] / "docs" / "findings.md").read_text()
+    return findings()
 
 
 def signed(text: str) -> str:
