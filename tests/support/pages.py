@@ -48,6 +48,7 @@ PAGES = [
             "how-to/vision",
             "how-to/statistics",
             "findings",
+            "findings/depth",
             "faq",
             "house",
         ),
