@@ -83,7 +83,8 @@ def test_a_label(said, folder_model: Path, tmp_path: Path) -> None:
     assert f"{SHOWN}: depth coupling" in shown
     assert f"{SHOWN}: every choice" in shown
     assert (
-        f"wrote {tmp_path}/{MARKUP.replace(BACKSLASH, '')}{AS_TEXT}/depth.nc" in shown
+        f"wrote to {tmp_path}/{MARKUP.replace(BACKSLASH, '')}{AS_TEXT}: depth.nc,"
+        in shown
     )
     shown = " ".join(said("redundancy", **options).split())
     assert f"{SHOWN}: change in loss" in shown

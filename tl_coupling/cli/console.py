@@ -3,6 +3,7 @@ writes and prints at the end.
 """
 
 import json
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,6 +37,7 @@ Measured = TypeVar("Measured")
 Pictures = dict[str, Callable[[], object]]
 # File systems may round the time of a file down.
 _CLOCK_SECONDS = 0.01
+_FILES_WIDTH = 79
 
 
 class Run:
@@ -211,7 +213,23 @@ def work_in(out: Path) -> Iterator[Work]:
             typer.echo(plain(line_or_table))
         else:
             PlainConsole().print(line_or_table)
-    typer.echo(plain(f"wrote {', '.join(map(str, work.written))}"))
+    typer.echo(plain(_what_was_written(work)))
+
+
+def _what_was_written(work: Work) -> str:
+    """Return the folder, and the files in it that were written, by whole names."""
+    inside = [path for path in work.written if path.parent == work.folder]
+    names = [path.name for path in inside]
+    names += [str(path) for path in work.written if path not in inside]
+    lines = textwrap.wrap(
+        ", ".join(names),
+        width=_FILES_WIDTH,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join([f"wrote to {work.folder}:", *lines])
 
 
 def _written_since(start: float, folder: Path) -> str:

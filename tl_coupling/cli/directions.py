@@ -11,8 +11,9 @@ import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import OUT, OneModel, Out, Position, Prompts
-from tl_coupling.cli.tables import table_of
+from tl_coupling.cli.tables import interval_text, table_of
 from tl_coupling.directions import Ablation, Decoded, Steering, Subspace
+from tl_coupling.files import plain
 from tl_coupling.prompts import Prompt
 
 # Of each end of a direction, in the table; the files hold more.
@@ -207,16 +208,15 @@ def _decoded_table(decoded: Decoded) -> Table:
         exceeded = float((drawn >= kurtosis).double().mean())
         ends = [
             " ".join(
-                # In quotes: most tokens begin with a space.
-                repr(text)
+                plain(text).strip() or repr(text)
                 for text in decoded.texts_of(way, i, end)[:_N_TOKENS_SHOWN]
             )
             for end in (0, 1)
         ]
         rows.append(
             [
-                f"{i} (group {int(decoded.groups[i])})",
-                *ends,
+                str(int(decoded.groups[i])),
+                f"+ {ends[0]}\n− {ends[1]}",
                 _components(decoded, i),
                 f"{gain:.2f}",
                 f"{float(kurtosis):.2f}",
@@ -229,11 +229,11 @@ def _decoded_table(decoded: Decoded) -> Table:
     )
     caption = (
         "tokens through the rest of the network; the sign of a direction is arbitrary\n"
-        "gains of one group differ by less than 1 %: no claim about one of its directions\n"
+        "gains of a group differ by less than 1 %: no claim about one of its directions\n"
         "random: share of random directions with at least this kurtosis"
     )
     numbers = ["gain", "kurtosis", "random"]
-    return table_of(title, ["", "+", "-", "reads"], numbers, rows, caption)
+    return table_of(title, ["group", "writes", "reads"], numbers, rows, caption)
 
 
 def _components(decoded: Decoded, direction: int) -> str:
@@ -252,7 +252,11 @@ def _steering_table(steering: Steering) -> Table:
             f"{line['scale']:g}",
             f"{line['kl']:.3g}",
             f"{line['predicted_kl']:.3g}",
-            f"{line['direction_less_this_low']:+.3g} to {line['direction_less_this_high']:+.3g}",
+            interval_text(
+                line["direction_less_this_low"],
+                line["direction_less_this_high"],
+                ".3g",
+            ),
         ]
         for line in steering.to_dataframe().to_dict("records")
     ]
@@ -273,7 +277,9 @@ def _ablation_table(ablation: Ablation) -> Table:
             f"{line['removed']:.1%}",
             f"{line['loss_change']:+.3f}",
             f"{line['low']:+.3f} to {line['high']:+.3f}",
-            f"{line['shared_less_this_low']:+.3f} to {line['shared_less_this_high']:+.3f}",
+            interval_text(
+                line["shared_less_this_low"], line["shared_less_this_high"], ".3f"
+            ),
         ]
         for line in ablation.to_dataframe().to_dict("records")
     ]

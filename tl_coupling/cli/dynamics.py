@@ -178,33 +178,31 @@ def _table(measured: dict[str, MeasuredDynamics]) -> Table:
     # Every sixth part of the depth, and the last layer in any case.
     step = max(1, n_layers // 6)
     shown_layers = sorted({*range(step - 1, n_layers, step), n_layers - 1})
-    columns = [
-        # Columns of the twin say so; those of the model itself need not.
-        name if role == "trained" else f"{role} {name}"
-        for role in measured
-        for name in ("log σ₁", "gain", "directions")
-    ]
     rows = []
-    for i in shown_layers:
-        cells = []
-        for result in measured.values():
-            products = result.products
+    for role, result in measured.items():
+        products = result.products
+        for i in shown_layers:
             low, high = products.alignment_gain_interval[i].tolist()
-            gain = float(products.alignment_gain[i])
-            cells += [
+            null_ratio = float(products.null_participation_ratio[:, i].mean())
+            row = [
+                # Only the first row of each model says which it is.
+                role if i == shown_layers[0] else "",
+                products.layers[i],
                 f"{float(products.log_largest[i]):.2f}",
-                f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]",
-                f"{float(products.participation_ratio[i]):.1f} "
-                f"({float(products.null_participation_ratio[:, i].mean()):.1f})",
+                f"{float(products.alignment_gain[i]):+.2f}",
+                f"{low:+.2f} to {high:+.2f}",
+                f"{float(products.participation_ratio[i]):.1f}",
+                f"{null_ratio:.1f}",
             ]
-        rows.append([trained.layers[i], *cells])
+            rows.append(row)
     n_draws = len(trained.null_log_largest)
     title = (
         f"{trained.provenance.get('model')}: products of {plural(n_layers, 'block')}"
     )
     caption = (
-        f"gain: log σ₁ minus that of blocks turned at random, {n_draws} draws, with the "
-        "95 % of them\ndirections: participation ratio, of blocks turned at random in "
-        "brackets"
+        f"gain: log σ₁ minus that of blocks turned at random, {n_draws} draws, with "
+        "95 % of them\ndirections: participation ratio, and that of blocks turned at "
+        "random"
     )
-    return table_of(title, ["up to layer"], columns, rows, caption)
+    numbers = ["to layer", "log σ₁", "gain", "95 %", "directions", "random"]
+    return table_of(title, ["run"], numbers, rows, caption)

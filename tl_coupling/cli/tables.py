@@ -10,6 +10,9 @@ from tl_coupling.comparisons import CouplingMap
 if TYPE_CHECKING:
     import pandas
 
+# Of names of components, steps, tokens.
+_LONGEST_WORD = 14
+
 
 def coupling_table(
     subject: str,
@@ -87,16 +90,35 @@ def table_of(
     caption: str,
 ) -> Table:
     """Return a table with columns of names, on the left, and of numbers."""
+    names = list(names)
+    # Training steps are numbers.
+    headings = [*names, *map(str, numbers)]
+    cells = [list(map(str, row)) for row in rows]
     table = Table(title=title, caption=caption)
-    for name in names:
-        # Folded and not cut off: what is read must be whole, in a narrow terminal too.
-        table.add_column(name, overflow="fold")
-    for number in numbers:
-        # Training steps are numbers.
-        table.add_column(str(number), justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(str, row))
+    for i, heading in enumerate(headings):
+        words = " ".join([heading, *(row[i] for row in cells)]).split()
+        table.add_column(
+            heading,
+            justify="left" if i < len(names) else "right",
+            # Folded and not cut off: what is read must be whole, in a narrow terminal
+            # too. Between words, as long as these are not as long as paths are.
+            overflow="fold",
+            min_width=min(_LONGEST_WORD, max(map(len, words), default=0)),
+        )
+    for row in cells:
+        table.add_row(*row)
     return table
+
+
+def interval_text(low: float, high: float, digits: str) -> str:
+    """Return an interval, and a dash for that of something with itself.
+
+    >>> interval_text(-0.5, 1, ".2f"), interval_text(0, 0, ".2f")
+    ('-0.50 to +1.00', '–')
+    """
+    if low == high == 0:
+        return "–"
+    return f"{low:+{digits}} to {high:+{digits}}"
 
 
 def plural(n: int, noun: str) -> str:
