@@ -7,6 +7,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import networkx
 import pytest
@@ -42,7 +43,7 @@ def test_every_page_is_listed_once_and_is_there():
     entries = [
         entry
         for path in DOCS.rglob("*.md")
-        if path.name in ("index.md", "gallery.md")
+        if path.name in ("index.md", "gallery.md", "findings.md")
         for entry in listed(path)
     ]
     assert len(set(entries)) == len(entries)
@@ -68,6 +69,64 @@ def test_every_notebook_has_a_card_with_its_picture():
         assert any(
             "image/png" in output.get("data", {}) for output in tagged["outputs"]
         )
+
+
+class Card(NamedTuple):
+    """A card of a finding."""
+
+    claim: str
+    page: str
+    picture: str
+    verdict: str
+    text: str
+    command: str
+
+
+def finding_cards(page: Path) -> list[Card]:
+    cards = re.findall(
+        r":::\{grid-item-card\} (.+)\n:link: findings/(.+)\n:link-type: doc\n"
+        r":img-top: (.+)\n:img-alt: .+\n\{bdg-\w+\}`(.+?)` ((?:.+\n)+)"
+        r"\n\*.+\*\n\+\+\+\n(`.+`)\n:::",
+        page.read_text(),
+    )
+    return [Card(*card) for card in cards]
+
+
+FINDINGS = finding_cards(DOCS / "findings.md")
+
+
+def test_every_finding_has_a_card_and_a_page() -> None:
+    pages = [path.stem for path in (DOCS / "findings").glob("*.md")]
+    assert sorted(card.page for card in FINDINGS) == sorted(pages)
+    assert len(FINDINGS) == 8
+    for card in FINDINGS:
+        assert card.picture == f"pictures/card-{card.page}.png"
+        assert card.verdict in ("holds", "fails here", "open")
+
+
+@pytest.mark.parametrize("card", FINDINGS, ids=lambda card: card.page)
+def test_a_card_says_what_its_page_says(card: Card) -> None:
+    """The numbers of a page are held to results by the tests of studies."""
+    page = (DOCS / "findings" / f"{card.page}.md").read_text()
+    assert f"`{card.verdict}`" in page.partition("\n## ")[0]
+    numbers = re.findall(r"(?<![\w.])\d*\.\d+", card.text)
+    assert numbers
+    assert not [number for number in numbers if number not in page]
+
+
+def test_the_start_page_and_readme_give_the_same_verdicts() -> None:
+    start = DOCS / "index.md"
+    assert finding_cards(start) == FINDINGS[:1]
+    listed_verdicts = re.findall(
+        r"^- \{bdg-\w+\}`(.+?)` (.+)$", start.read_text(), re.M
+    )
+    assert listed_verdicts == [(card.verdict, card.claim) for card in FINDINGS]
+    rows = re.findall(
+        r"^\| \[(.+)\]\(docs/findings/(.+)\.md\) \| \*(.+)\* \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert rows == [(card.claim, card.page, card.verdict) for card in FINDINGS]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
