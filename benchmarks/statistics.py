@@ -247,7 +247,7 @@ def false_positives(
     design: Design, n_studies: int, n_permutations: int
 ) -> dict[str, Any]:
     """Share of the studies that find something where there is nothing: by one p for all
-    looks, and by each its own.
+    tests, and by each its own.
     """
     smallest_p = []
     for seed in range(n_studies):
@@ -368,7 +368,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         f"the first {results['n_resampled']}",
     )
     false = _table(
-        f"false positives at .05 among {results['familywise'][0]['n_looks']} looks",
+        f"false positives at .05 among {results['familywise'][0]['n_looks']} tests",
         results["familywise"],
         "false_positives",
         list(results["familywise"][0]["false_positives"]),

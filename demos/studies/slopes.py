@@ -33,7 +33,7 @@ class Slope:
 
     def interval(self, n_looks: int) -> tuple[float, float]:
         """Return the t interval that holds with 95 % together with those of the other
-        looks (Bonferroni).
+        tests (Bonferroni).
         """
         width = self.error * stats.t.ppf(1 - 0.025 / n_looks, self.freedom)
         return self.estimate - width, self.estimate + width

@@ -162,7 +162,7 @@ def test_families_by_patterns(call, given, tmp_path):
     )
     assert "chosen by the score: high" in output
     assert (
-        f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 looks"
+        f"p = {summary['familywise']['p']:.3g} by permutation of the scores, over 12 tests"
         in output
     )
     assert pandas.read_csv(out / "table.csv")["family"].tolist() == [*"aaaabbbbcc"]

@@ -166,7 +166,7 @@ class _Measurement:
 def _summary(results: dict[str, Carriers]) -> dict[str, object]:
     """Return what `summary.json` holds."""
     return {
-        "measure": "share of diag A less share of J, mean over pairs of different layers",
+        "measure": "share of the diagonal of A − share of J, mean over pairs of different layers",
         "k": results["trained"].k,
         "mean": {role: _means(result) for role, result in results.items()},
         "branches": {

@@ -1,4 +1,4 @@
-"""Make one HTML page from portraits of a prompt, whole or not at all.
+"""Make one HTML page from all that was measured on a prompt, whole or not at all.
 
 Its prose is in `page.html`.
 """
@@ -61,8 +61,8 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     other than its own do not run.
 
     Args:
-        runs: portraits of one prompt by name, the main one first: `{"trained": …,
-            "untrained": …}`.
+        runs: what `portrait` returns for one prompt, by name, the main one first:
+            `{"trained": …, "untrained": …}`.
 
     Raises:
         ValueError: no runs, or runs of different tokens, layers, positions or k.

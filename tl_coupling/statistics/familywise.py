@@ -54,12 +54,12 @@ def familywise(
     n_permutations: int,
     seed: int,
 ) -> Familywise:
-    """Permute scores among models, to correct p for the number of looks.
+    """Permute scores among models, to correct p for the number of tests.
 
-    Compares the smallest p over all looks, of permuted scores, with that of each look.
+    Compares the smallest p over all tests, of permuted scores, with that of each test.
 
-    A look is Pearson's r of one k, measure, task and subset; its p by the t
-    distribution makes looks at different numbers of models comparable (minP). Scores of
+    A test is of Pearson's r of one k, measure, task and subset; its p by the t
+    distribution makes tests of different numbers of models comparable (minP). Scores of
     tasks and losses are permuted together, those of families as in
     `statistics.block_permutations`, in all orders where there are no more than asked
     for; subsets by the score are chosen again from permuted
@@ -188,7 +188,7 @@ def _correlations(
     known_y = is_member & np.isfinite(y)
     x = _standard(x)
     y = np.where(known_y, _standard(y), 0.0)
-    # Sums over the models of which x and y are known, for all orders and looks by one
+    # Sums over the models of which x and y are known, for all orders and tests by one
     # product each.
     n = known_y @ known_x.T.astype(float)
     sum_x = known_y @ x.T

@@ -464,6 +464,6 @@ def test_a_reversal_on_tasks_and_prompts_that_are_too_few_are_said():
     assert "is too wide to correct the slope for it" in remarks
     assert "all models, corrected" not in result.slopes.index
     assert (
-        f"p ≤ {result.familywise.p:.3g} by permutation of the scores, over 6 looks"
+        f"p ≤ {result.familywise.p:.3g} by permutation of the scores, over 6 tests"
         in remarks
     )

@@ -184,7 +184,7 @@ def test_projections_and_exits_are_drawn_by_depth_alone():
     data["loss_exited"] = (("prompt", "layer"), 3 + rng.random((5, 8)))
     axes = plot_redundancy(data, k=5).axes[9:]
     titles = [ax.get_title() for ax in axes]
-    assert titles == ["projected onto 5 shared directions", "left after the block"]
+    assert titles == ["projected onto 5 shared directions", "early exit after the block"]
     means = data.sel(k=5).mean("prompt")
     for ax, name in zip(axes, ("projected", "exited"), strict=True):
         np.testing.assert_array_equal(ax.lines[0].get_xdata(), range(8))

@@ -136,7 +136,7 @@ def generalization_study(
         >>> tlc.generalization.generalization_study(data, scores, n_resamples=100)
         Generalization(score against coupling, k = 10, 5 models, 4 prompts:
           slope 52 (28.61 to 75.39), R² = 0.970, Spearman's ρ = 1.000, p = 0.011 (0.03
-          corrected for 1 looks))
+          corrected for 1 tests))
     """
     # Means over other pairs of layers are taken anew from the maps.
     if diagonal is not None:

@@ -32,7 +32,7 @@ _MANY_DROPPED = 0.1
 def remark_on_strength(
     association: Association, looks: Familywise, exponential: ExponentialFit | None
 ) -> list[str]:
-    """Say how strong the association is, and what is left of p after all looks."""
+    """Say how strong the association is, and what is left of p after all tests."""
     line = association.linear
     bootstrap = association.bootstrap
     rank = association.spearman
@@ -61,7 +61,7 @@ def remark_on_strength(
     )
     lines.append(
         f"p {sign} {looks.p:.3g} by {which} of the scores, "
-        f"over {len(looks.table)} looks (k, measures, tasks, subsets)"
+        f"over {len(looks.table)} tests (k, measures, tasks, subsets)"
     )
     if exponential is not None:
         lines.append(

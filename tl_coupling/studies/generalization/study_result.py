@@ -97,7 +97,7 @@ class Generalization:
             f"R² = {line.r_squared:.3f}, "
             f"Spearman's ρ = {self.association.spearman.rho:.3f}, "
             f"p = {line.p:.2g} ({self.familywise.p:.2g}\n"
-            f"  corrected for {len(self.familywise.table)} looks))"
+            f"  corrected for {len(self.familywise.table)} tests))"
         )
 
     @property

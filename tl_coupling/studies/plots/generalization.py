@@ -10,6 +10,7 @@ from matplotlib.lines import Line2D
 
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
+from tl_coupling.results.names import RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import Generalization
 from tl_coupling.studies.plots.model_sizes import ModelSizes, sizes_of
 from tl_coupling.studies.plots.point_names import name_points
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 # One for each checkpoint, in turn.
-_MARKERS = "osD^v"
+_MARKERS = tuple(labels.MARKERS.values())
 # With more a legend is not read any more.
 _MAX_NAMED = 10
 # What tells a table of `task_means` from another one.
@@ -82,7 +83,10 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
         label = "linear fit, bootstrap band"
         low = bootstrap.band_low
         high = bootstrap.band_high
-        ax.fill_between(band_x, low, high, color="0.5", alpha=0.15, linewidth=0)
+        ax.fill_between(band_x, low, high, color="0.5", alpha=0.2, linewidth=0)
+        # An outline: on some screens and in print the pale band is not seen.
+        for edge in (low, high):
+            ax.plot(band_x, edge, color="0.6", linewidth=0.8, label="_edge of the band")
     ax.plot(band_x, line.predict(band_x), label=label, color="0.3")
     if result.exponential is not None:
         fit = result.exponential
@@ -98,9 +102,9 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     ax.set_xlabel(f"mean {labels.measure_label(result.measure, result.k)}")
     y_label = "loss (nats per token)" if result.score == "loss" else result.score
     ax.set_ylabel(y_label, parse_math=False)
-    n_looks = len(result.familywise.table)
-    looks = f"{result.familywise.p:.2g} corrected for {n_looks} looks"
-    labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)} ({looks})")
+    n_tests = len(result.familywise.table)
+    corrected = f"{result.familywise.p:.2g} corrected for {n_tests} tests"
+    labels.entitle(ax, f"{_heading(result)}\n{_statistics(line)} ({corrected})")
     handles, _ = ax.get_legend_handles_labels()
     if sizes is not None:
         handles += sizes.handles()
@@ -126,7 +130,7 @@ def _draw_models(
         "markersize": 6,
     }
     if sizes is None:
-        ax.plot(x, y, "o", color="C0", label="_models", **edge)
+        ax.plot(x, y, "o", color=labels.BLUE, label="_models", **edge)
         return
     widths = table["d_model"].to_numpy(int)
     depths = table["n_layers"].to_numpy(int)
@@ -169,13 +173,13 @@ def _draw_nulls(ax: Axes, x: Float[np.ndarray, " n_points"], nulls: Any) -> None
         transform=ax.get_xaxis_transform(),
         color="0.4",
         markersize=14,
-        label="random subspaces",
+        label=RANDOM_SUBSPACES,
     )
 
 
 def _name_null_at_the_edge(ax: Axes, nulls: Float[np.ndarray, " n_nulls"]) -> None:
     """Write the null beyond the edge that it lies behind."""
-    text = f"null {nulls.min():.3f}"
+    text = f"{RANDOM_SUBSPACES} {nulls.min():.3f}"
     if labels.one_null(nulls) is None:
         text += f" to {nulls.max():.3f}"
     if nulls.max() < ax.get_xlim()[0]:
@@ -206,8 +210,8 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     slopes = result.slopes
     places = np.arange(len(slopes))
     ax = ax or labels.new_figure(7.0, 1.2 + 0.45 * len(slopes)).subplots()
-    ax.hlines(places, slopes["low"], slopes["high"], color="C0")
-    ax.plot(slopes["slope"], places, "o", color="C0", linestyle="")
+    ax.hlines(places, slopes["low"], slopes["high"], color=labels.BLUE)
+    ax.plot(slopes["slope"], places, "o", color=labels.BLUE, linestyle="")
     ax.axvline(0, **labels.NULL_LINE)
     rows = [
         f"{fit.Index}\n{_what_a_slope_rests_on(fit, result)}"
@@ -219,9 +223,10 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     per_unit = f"per unit of {labels.measure_label(result.measure, result.k)}"
     ax.set_xlabel(f"slope, {labels.escape_dollars(result.score)} {per_unit}")
     # The names of rows leave half of the figure to the Axes.
-    variables, samples = _heading(result).split(" · ", 1)
+    variables, samples = _heading(result).split("\n", 1)
     level = result.association.linear.level
-    labels.entitle(ax, f"{variables}\n{samples}\nslope and {level:.0%} interval")
+    title = f"{variables}: slope and {level:.0%} interval"
+    labels.entitle(ax, f"{title}\n{samples}")
     return ax
 
 
@@ -277,11 +282,11 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
     if not bootstrap.too_few:
         intervals = [association.bootstrap.r_squared for association in associations]
         low, high = np.transpose(intervals)
-        ax.vlines(places, low, high, color="C0", alpha=0.5)
+        ax.vlines(places, low, high, color=labels.BLUE, alpha=0.5)
     r_squared = [association.linear.r_squared for association in associations]
     # A line through two points would say nothing.
     line_style = "-" if len(places) > 2 else ""
-    ax.plot(places, r_squared, color="C0", marker="o", linestyle=line_style)
+    ax.plot(places, r_squared, color=labels.BLUE, marker="o", linestyle=line_style)
     names = [
         f"{k}\np = {association.linear.p:.2g}" for k, association in result.by_k.items()
     ]
@@ -415,7 +420,7 @@ class _Looks(NamedTuple):
             # With too many models to name, all have one colour, which the legend
             # explains.
             index = self.models.index(model) if self.names_models else 0
-            look["color"] = f"C{index}"
+            look["color"] = labels.COLORS[index % len(labels.COLORS)]
         is_untrained = checkpoint == "untrained"
         look["markerfacecolor"] = "white" if is_untrained else look["color"]
         return look | {"linestyle": ""}
@@ -430,7 +435,7 @@ class _Looks(NamedTuple):
             handles = self.sizes.handles() + handles
         elif not self.names_models:
             label = f"each of {len(self.models)} models"
-            mark = Line2D([], [], color="C0", marker="o", linestyle="", label=label)
+            mark = Line2D([], [], color=labels.BLUE, marker="o", linestyle="", label=label)
             handles = [mark, *handles]
         if len(self.checkpoints) == 1:
             return handles
@@ -453,7 +458,7 @@ class _Looks(NamedTuple):
 def _heading(result: Generalization) -> str:
     n_prompts = result.n_prompts
     title = f"{result.score} against {result.measure.replace('_', ' ')}"
-    title += f" · mean over {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
+    title += f"\nmean over {n_prompts} prompt{'s' if n_prompts > 1 else ''}"
     if result.common_prompts is not None:
         title += f" (of {result.common_prompts.n_all}; some models lack the others)"
     n_families = result.association.linear.n_families

@@ -11,6 +11,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
+from tl_coupling.results.names import RANDOM_SUBSPACES
 from tl_coupling.statistics import crossed_mean
 from tl_coupling.studies.redundancy import (
     CHANGES,
@@ -24,20 +25,21 @@ if TYPE_CHECKING:
 
 # Of changed blocks; not the colours of trained and untrained models.
 _COLORS = {
-    "dropped": "C2",
-    "swapped": "C4",
-    "merged": "C5",
-    "projected": "C8",
-    "exited": "C7",
+    "dropped": labels.GREEN,
+    "swapped": labels.PINK,
+    "merged": labels.ORANGE,
+    "projected": labels.SKY,
+    "exited": labels.BLACK,
 }
 # In inches.
-_PANEL_WIDTH = 2.8
 _PANEL_HEIGHT = 1.9
 # First and last blocks cost up to a hundred times what others do: where they cost this
-# many times more, the axis is that of the others.
+# many times more, the axis is logarithmic beyond the others.
 _FAR_ABOVE = 4.0
+# Of fewer blocks a rank correlation says nothing.
+_FEWEST_RANKED = 5
 _TITLE = "Change in loss without a block, or with blocks changed"
-_RANKS = "ρ: Spearman's [95 % over prompts]; inner: without first and last, hollow"
+_RANKS = "ρ: Spearman's, of all blocks and without first and last (hollow)"
 
 
 class _Change(NamedTuple):
@@ -48,31 +50,18 @@ class _Change(NamedTuple):
     half_width: Float[np.ndarray, " n_changes"]
     color: str
 
-    def limits(self) -> tuple[float, float]:
-        """Return the ends of the axis: those of the inner blocks, if others are far.
-
-        Intervals count, up to the spread of the means on either side.
-        """
+    @property
+    def largest_inner(self) -> float | None:
+        """The largest change but those of first and last, if these are far above."""
         shown = np.isfinite(self.mean)
         inner = shown.copy()
         # First and last block, or pair.
         inner[[0, -1]] = False
-        if inner.any():
-            largest_inner = np.abs(self.mean[inner]).max()
-            if np.abs(self.mean[shown]).max() > _FAR_ABOVE * largest_inner:
-                shown = inner
-        # 0, no change, is always on the axis.
-        means = np.append(self.mean[shown], 0.0)
-        # Means may all be 0, in a model whose blocks do nothing.
-        spread = np.ptp(means) or 1e-3
-        half_widths = np.nan_to_num(self.half_width[shown])
-        lowest = np.append(self.mean[shown] - half_widths, 0.0).min()
-        highest = np.append(self.mean[shown] + half_widths, 0.0).max()
-        # One wide interval must not make all differences between means invisible.
-        low = max(lowest, means.min() - spread)
-        high = min(highest, means.max() + spread)
-        room = 0.12 * (high - low)
-        return float(low - room), float(high + room)
+        if not inner.any():
+            return None
+        largest = float(np.abs(self.mean[inner]).max())
+        is_far = np.abs(self.mean[shown]).max() > _FAR_ABOVE * largest > 0
+        return largest if is_far else None
 
 
 @checked
@@ -92,9 +81,9 @@ def plot_redundancy(
     mean coupling with all others, a swap or merge at the coupling and the mean
     influence of its pair; first and last are hollow, the dashed line is what random
     subspaces would give. Below, of blocks that write into the k shared directions alone
-    and of models that are left after a block, by depth. Every row has its own linear
-    axis. Where the first or last block costs many times more than the others, it stands
-    at the edge as a triangle with its value.
+    and of models that are left after a block, by depth.
+    Every row has its own axis. Where the first or last block costs many times more than
+    the others, it is linear up to the largest of the others, and logarithmic from there.
 
     Args:
         data: of `layer_redundancy`.
@@ -127,7 +116,7 @@ def plot_redundancy(
     unpredicted = [change for change in changes if change not in CHANGES]
     n_rows = len(predicted) + bool(unpredicted)
     height = 1.3 + _PANEL_HEIGHT * n_rows
-    fig = fig or labels.new_figure(3 * _PANEL_WIDTH, height)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, height)
     grid = fig.add_gridspec(n_rows, 3)
     null = float(data["null_coupling"].sel(k=k))
     # The first block's is many times that of the others.
@@ -149,8 +138,8 @@ def plot_redundancy(
         ranked = correlations.sel(k=k, change=name)
         for ax, (predictor, values) in zip(panels[1:], predictors.items(), strict=True):
             _draw_by_predictor(ax, values.mean(0), change)
-            ax.set_title(_rho(ranked, predictor), fontsize="small")
-        panels[1].axvline(null, label="_null", **labels.NULL_LINE)
+            ax.set_title(_rho(ranked, predictor, len(change.mean)), fontsize="small")
+        panels[1].axvline(null, label=f"{RANDOM_SUBSPACES}, {null:.3f}", **labels.NULL_LINE)
         if is_log:
             _make_logarithmic(panels[2])
         for column, ax in zip(columns, panels, strict=True):
@@ -165,12 +154,15 @@ def plot_redundancy(
     columns[2][-1].set_xlabel("block influence $1 - \\cos$\nor mean of the pair")
     for ax in fig.axes:
         ax.tick_params(labelsize="small")
+    handles, names = columns[1][0].get_legend_handles_labels()
+    labels.plain_legend(
+        fig, handles, names, loc="outside lower center", fontsize="small"
+    )
     title = labels.heading(_TITLE, [json.loads(data.attrs["provenance"])])
     n_prompts = data.sizes["prompt"]
     if n_prompts > 1:
-        title += f"\nmean over {n_prompts} prompts · {_RANKS}"
-    else:
-        title += f"\n{_RANKS.replace(' [95 % over prompts]', '')}"
+        title += f"\nmeans over {n_prompts} prompts, bars: 95 % t interval"
+    title += f"\n{_RANKS}"
     labels.entitle(fig, title)
     return fig
 
@@ -202,7 +194,7 @@ def _name(change: str, k: int) -> str:
         "swapped": "neighbours swapped",
         "merged": "neighbours merged",
         "projected": f"projected onto {k} shared directions",
-        "exited": "left after the block",
+        "exited": "early exit after the block",
     }
     return names[change]
 
@@ -217,21 +209,6 @@ def _draw_by_depth(ax: Axes, change: _Change, title: str) -> None:
     ax.set_title(title, fontsize="medium")
     ax.set_ylabel("nats per token", fontsize="small")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # Values of the triangles at the edge, written towards the middle of the panel.
-    low, high = ax.get_ylim()
-    for depth, mean in zip(change.depth, change.mean, strict=True):
-        if low <= mean <= high or np.isnan(mean):
-            continue
-        is_left_half = depth < change.depth.mean()
-        ax.annotate(
-            f"{mean:.2g}",
-            (depth, high if mean > high else low),
-            xytext=(6 if is_left_half else -6, -2 if mean > high else 2),
-            textcoords="offset points",
-            ha="left" if is_left_half else "right",
-            va="top" if mean > high else "bottom",
-            fontsize="small",
-        )
 
 
 def _draw_by_predictor(
@@ -247,21 +224,23 @@ def _draw_by_predictor(
 def _draw_means(
     ax: Axes, x: Float[np.ndarray, " n_changes"], change: _Change, joined: bool
 ) -> None:
-    """Draw the means, and triangles at the edge for those that lie beyond it."""
+    """Draw the means, on an axis on which those of all blocks are seen."""
     line_style = "-" if joined else ""
-    look: dict[str, Any] = {"color": change.color, "linewidth": 1}
-    ax.plot(x, change.mean, "o", markersize=4, linestyle=line_style, **look)
+    look: dict[str, Any] = labels.marked(change.color) | {"linewidth": 1}
+    ax.plot(x, change.mean, linestyle=line_style, label="_means", **look)
     ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-    low, high = change.limits()
-    ax.set_ylim(low, high)
-    for is_beyond, edge, marker in (
-        (change.mean > high, high, "^"),
-        (change.mean < low, low, "v"),
-    ):
-        if is_beyond.any():
-            edges = np.full(int(is_beyond.sum()), edge)
-            marks: dict[str, Any] = {"clip_on": False, "linestyle": "", "markersize": 6}
-            ax.plot(x[is_beyond], edges, marker, color=change.color, **marks)
+    if change.largest_inner is not None:
+        ax.set_yscale("symlog", linthresh=change.largest_inner, linscale=1.5)
+        _tick_symmetrically(ax, change)
+
+
+def _tick_symmetrically(ax: Axes, change: _Change) -> None:
+    """Tick 0, the end of the linear part, and the largest change."""
+    largest = float(np.nanmax(np.abs(change.mean)))
+    inner = change.largest_inner or largest
+    ticks = [0.0, inner, largest]
+    ax.set_yticks(ticks, [f"{tick:.2g}" for tick in ticks])
+    ax.minorticks_off()
 
 
 def _make_logarithmic(ax: Axes) -> None:
@@ -274,17 +253,12 @@ def _make_logarithmic(ax: Axes) -> None:
     )
 
 
-def _rho(correlations: "xarray.Dataset", predictor: str) -> str:
-    """Write ρ with its interval, of all blocks and of the inner ones."""
+def _rho(correlations: "xarray.Dataset", predictor: str, n_changes: int) -> str:
+    """Write ρ of all blocks and of the inner ones, where they are not too few."""
     texts = []
-    for blocks in ("all", "inner"):
-        block_correlations = correlations.sel(blocks=blocks)
-        if np.isnan(block_correlations[predictor]):
-            texts.append("undefined")
+    for blocks, name, n_points in (("all", "ρ", n_changes), ("inner", "inner", n_changes - 2)):
+        if n_points < _FEWEST_RANKED:
             continue
-        text = f"{float(block_correlations[predictor]):+.2f}"
-        low, high = block_correlations[f"{predictor}_interval"].values
-        if not np.isnan(low + high):
-            text += f" [{low:+.2f}, {high:+.2f}]"
-        texts.append(text)
-    return "ρ " + "\ninner ".join(texts)
+        rho = float(correlations.sel(blocks=blocks)[predictor])
+        texts.append(f"{name} undefined" if np.isnan(rho) else f"{name} {rho:+.2f}")
+    return ", ".join(texts)

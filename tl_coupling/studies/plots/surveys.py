@@ -1,24 +1,28 @@
 """Surveys: models over prompts and by depth, coupling by prompt, scores by covariate."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.measures import MeasureName, mean_name, measured_in, null_name
 from tl_coupling.plots import labels
+from tl_coupling.results.names import RANDOM_STEPS, RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import (
+    CovariateLine,
     PromptPoints,
     PromptRelation,
     covariate_lines,
     prompt_relation,
     split_by_task,
 )
+from tl_coupling.studies.plots.point_names import name_points
 from tl_coupling.studies.surveys import UNTRAINED, pairs_of_layers, step_order
 
 if TYPE_CHECKING:
@@ -27,10 +31,19 @@ if TYPE_CHECKING:
 
 _QUARTILES = (0.25, 0.5, 0.75)
 _CHANCE_LINE = {**labels.NULL_LINE, "linestyle": ":"}
-# The colours of matplotlib's cycle.
 _MOST_MODELS = 10
 _MOST_ROWS = 4
-_MOST_COLUMNS = 4
+_MOST_COLUMNS = 2
+# Of a scatter, so many models are named: those furthest from the line.
+_MOST_NAMED = 5
+# Covariates in words. Axes of logarithms have the numbers themselves at their ticks.
+_COVARIATES = {
+    "log10(params_billion)": "parameters (billions)",
+    "log10(n_parameters)": "parameters",
+    "log10(training_tokens)": "training tokens",
+    "n_layers": "number of layers",
+    "d_model": "width of the stream",
+}
 
 
 class _Variable(NamedTuple):
@@ -109,7 +122,7 @@ def plot_quartiles(
     variables = {name: look for name, look in variables.items() if name in data}
     runs = _runs(data)
     models, sorted_by = _sorted_models(runs, by)
-    width = 2.2 + 1.75 * len(variables)
+    width = min(labels.PAGE_WIDTH, 2.2 + 1.75 * len(variables))
     fig = fig or labels.new_figure(width, 1.5 + 0.3 * len(models))
     panels = fig.subplots(1, len(variables), sharey=True, squeeze=False)[0]
     for ax, (name, variable) in zip(panels, variables.items(), strict=True):
@@ -119,6 +132,7 @@ def plot_quartiles(
         ax.tick_params(axis="x", labelsize="small")
         if variable.is_log:
             ax.set_xscale("log", nonpositive="mask")
+            _name_ends(ax)
     names = labels.short_names(models)
     panels[0].set_yticks(range(len(models)), names, parse_math=False)
     # Upside down: the smallest model stands on top.
@@ -135,18 +149,18 @@ def _draw_quartiles(ax: Axes, run: _Run, name: str, k: int | None, place: int) -
     last_values = _last_values(_prompt_values(run.values, name, k))
     low, middle, high = np.nanquantile(last_values, _QUARTILES)
     if run.is_untrained:
-        color = "C1"
+        color = labels.UNTRAINED
         face_color = "white"
         # A little below its trained twin, whose interval may be the same.
         height = place + 0.18
     else:
-        color = face_color = "C0"
+        color = face_color = labels.TRAINED
         height = float(place)
     ax.hlines(height, low, high, color=color, linewidth=1.5)
     ax.plot(
         middle,
         height,
-        "o",
+        labels.MARKERS[color],
         markersize=5,
         # For whoever reads the lines; the legend has entries of its own.
         label=f"{run.model} {run.checkpoint}",
@@ -158,12 +172,25 @@ def _draw_quartiles(ax: Axes, run: _Run, name: str, k: int | None, place: int) -
         ax.vlines(chance, place - 0.35, place + 0.35, **_CHANCE_LINE)
 
 
+def _name_ends(ax: Axes) -> None:
+    """Name the first and the last tick of a logarithmic axis alone.
+
+    Over less than a decade, names of all would overlap.
+    """
+    low, high = ax.get_xlim()
+    ax.set_xticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+    for name, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
+        name.set_horizontalalignment(side)
+    ax.minorticks_off()
+    ax.set_xlim(low, high)
+
+
 def _add_legend_of_quartiles(fig: Figure, has_untrained: bool) -> None:
-    handles = {"trained": Line2D([], [], color="C0", marker="o", markerfacecolor="C0")}
+    handles = {"trained": Line2D([], [], color=labels.TRAINED, marker="o")}
     if has_untrained:
-        open_mark = Line2D([], [], color="C1", marker="o", markerfacecolor="w")
-        handles["untrained"] = open_mark
-    handles["random subspaces, random steps"] = Line2D([], [], **_CHANCE_LINE)
+        open_mark = labels.marked(labels.UNTRAINED) | {"markerfacecolor": "w"}
+        handles["untrained"] = Line2D([], [], **open_mark)
+    handles[f"{RANDOM_SUBSPACES}, {RANDOM_STEPS}"] = Line2D([], [], **_CHANCE_LINE)
     labels.plain_legend(
         fig,
         handles.values(),
@@ -217,8 +244,8 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
     for ax, (name, variable) in zip(panels, variables.items(), strict=False):
         for run in runs:
             if run.model in drawn_models:
-                color = f"C{drawn_models.index(run.model)}"
-                _draw_profile(ax, run, name, color, names[run.model])
+                look = labels.numbered_look(drawn_models.index(run.model))
+                _draw_profile(ax, run, name, look, names[run.model])
         ax.set_ylabel(variable.label)
         if variable.is_log:
             ax.set_yscale("log", nonpositive="mask")
@@ -243,7 +270,9 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
     return fig
 
 
-def _draw_profile(ax: Axes, run: _Run, name: str, color: str, label: str) -> None:
+def _draw_profile(
+    ax: Axes, run: _Run, name: str, look: dict[str, str], label: str
+) -> None:
     """Draw one variable of one run by depth, unless nothing is known of it."""
     values = _prompt_values(run.values, name)
     values = values[:, : _length(values)]
@@ -260,11 +289,12 @@ def _draw_profile(ax: Axes, run: _Run, name: str, color: str, label: str) -> Non
         line_style = "--"
     else:
         line_style = "-"
+    points: dict[str, Any] = {"markersize": 4, "markevery": max(1, len(depth) // 5)}
     ax.plot(
-        share, middle, linewidth=1.4, label=label, color=color, linestyle=line_style
+        share, middle, linewidth=1.4, label=label, linestyle=line_style, **look, **points
     )
     if not run.is_untrained and len(values) > 1:
-        ax.fill_between(share, low, high, color=color, alpha=0.15, linewidth=0)
+        ax.fill_between(share, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
 @checked
@@ -315,7 +345,7 @@ def plot_prompts(
         for task, task_data in split_by_task(data).items()
     }
     n_columns = 2 if tasks else 1
-    fig = fig or labels.new_figure(3.9 * n_columns, 0.8 + 2.9 * len(drawn_runs))
+    fig = fig or labels.new_figure(3.7 * n_columns, 0.8 + 2.9 * len(drawn_runs))
     grid = fig.subplots(len(drawn_runs), n_columns, squeeze=False)
     x_label = "length in tokens" if against is None else "difficulty"
     y_label = f"{measure.replace('_', ' ')} (k = {k})"
@@ -383,10 +413,10 @@ def _draw_prompts(
         ax.plot(
             x,
             points.y[task],
-            "o",
+            linestyle="",
             markersize=3.5,
             alpha=0.6,
-            color=f"C{i % 10}",
+            **labels.numbered_look(i),
             # Prompts without a task have no entry in the legend.
             label=task or "_prompts",
         )
@@ -447,7 +477,7 @@ def plot_covariates(
     n_columns = min(len(lines), _MOST_COLUMNS)
     # Rounded up.
     n_rows = -(-len(lines) // _MOST_COLUMNS)
-    fig = fig or labels.new_figure(2.5 * n_columns + 0.6, 0.9 + 2.6 * n_rows)
+    fig = fig or labels.new_figure(3.5 * n_columns + 0.4, 0.7 + 2.9 * n_rows)
     grid = fig.subplots(n_rows, n_columns, sharey=True, squeeze=False)
     for ax, line in zip(grid.flat, lines, strict=False):
         # The line is drawn no further than the points that it was fitted to.
@@ -457,25 +487,52 @@ def plot_covariates(
             line.x,
             line.y,
             "o",
-            markersize=4,
-            color="C0",
+            markersize=5,
+            color=labels.BLUE,
             markeredgecolor="white",
             label="_models",
         )
-        ax.plot(ends, line.fit.predict(ends), color="C0")
+        ax.plot(ends, line.fit.predict(ends), color=labels.BLUE)
         fit = line.fit
-        title = f"R² = {fit.r_squared:.3f}, p = {fit.p:.2g}, n = {fit.n}"
+        title = f"R² = {fit.r_squared:.3f}, p of the slope {fit.p:.2g}, n = {fit.n}"
         if fit.n_families is not None:
-            title += f"\n{fit.n_families} families"
+            title += f" of {fit.n_families} families"
         ax.set_title(title, fontsize="small")
-        ax.set_xlabel(line.covariate, parse_math=False)
+        ax.set_xlabel(_COVARIATES.get(line.covariate, line.covariate), parse_math=False)
+        if line.covariate.startswith("log10(") and line.covariate in _COVARIATES:
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+            ax.xaxis.set_major_formatter(_format_power)
         ax.tick_params(labelsize="small")
     for ax in grid.flat[len(lines) :]:
         ax.remove()
     for ax in grid[:, 0]:
         ax.set_ylabel(y, parse_math=False)
-    labels.entitle(fig, f"{y} of models against what is known of them")
+    title = f"{y} of models by size and training, each with its linear fit"
+    if "model" in table:
+        title += "\nnamed: the models furthest from the line"
+    if "family" in table:
+        title += "\np is cluster-robust, by family"
+    labels.entitle(fig, title)
+    if "model" in table:
+        for ax, line in zip(grid.flat, lines, strict=False):
+            _name_furthest(ax, line, table["model"].astype(str).tolist())
     return fig
+
+
+def _format_power(exponent: float, _: int) -> str:
+    """Write a power of ten, large ones as such."""
+    if abs(exponent) < 4:
+        return f"{10**exponent:g}"
+    return f"$10^{{{exponent:g}}}$"
+
+
+def _name_furthest(ax: Axes, line: CovariateLine, models: Sequence[str]) -> None:
+    """Name the models whose points lie furthest from the line."""
+    distance = np.abs(line.y - line.fit.predict(line.x))
+    known = np.flatnonzero(np.isfinite(distance))
+    furthest = known[np.argsort(distance[known])][-_MOST_NAMED:]
+    names = [models[place] for place in furthest]
+    name_points(ax, line.x[furthest], line.y[furthest], names)
 
 
 def _number_of_prompts(data: "xarray.Dataset") -> str:
