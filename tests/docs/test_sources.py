@@ -84,9 +84,9 @@ class Card(NamedTuple):
 
 def finding_cards(page: Path) -> list[Card]:
     cards = re.findall(
-        r":::\{grid-item-card\} (.+)\n:link: findings/(.+)\n:link-type: doc\n"
+        r"::::\{grid-item-card\} (.+)\n:link: findings/(.+)\n:link-type: doc\n"
         r":img-top: (.+)\n:img-alt: .+\n\{bdg-\w+\}`(.+?)` ((?:.+\n)+)"
-        r"\n\*.+\*\n\+\+\+\n(`.+`)\n:::",
+        r"\n\*.+\*\n:::\{card-footer\}\n(`.+`)\n:::\n::::",
         page.read_text(),
     )
     return [Card(*card) for card in cards]
