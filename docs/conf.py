@@ -39,6 +39,8 @@ extensions = [
     "sphinx_copybutton",
     "made",
     "mathjax",
+    "figures",
+    "start_map",
     "reference",
 ]
 exclude_patterns = ["_build", "_made", "_ext"]

@@ -103,37 +103,6 @@ def tagged_picture(notebook: dict[str, Any], name: str) -> bytes:
     )
 
 
-def pictures(app: Sphinx) -> None:
-    """Write every picture of the notebooks with the code that draws it, as one page
-    that the gallery includes.
-    """
-    page = []
-    for path in sorted(ROOT.glob("demos/*.ipynb")):
-        notebook = json.loads(path.read_text())
-        title = "".join(notebook["cells"][0]["source"]).partition("\n")[0]
-        page.append(f"### {title.removeprefix('# ')}\n")
-        number = 0
-        for cell in notebook["cells"]:
-            drawn = [
-                output["data"]["image/png"]
-                for output in cell.get("outputs", [])
-                if "image/png" in output.get("data", {})
-            ]
-            for picture in drawn:
-                number += 1
-                name = f"{path.stem}-{number}.png"
-                write(
-                    Path(app.srcdir, "_made/pictures", name),
-                    base64.b64decode(picture),
-                )
-                alt = f"Picture {number} of the notebook {path.stem}"
-                page.append(f"![{alt}](/_made/pictures/{name})\n")
-            if drawn:
-                code = "".join(cell["source"]).strip()
-                page.append(f"```python\n{code}\n```\n")
-    write(Path(app.srcdir, "_made/pictures.md"), "\n".join(page))
-
-
 def card(picture: bytes) -> bytes:
     """Return a picture on white, at the proportions that all cards have."""
     whole = Image.open(io.BytesIO(picture)).convert("RGB")
@@ -197,7 +166,6 @@ def house(app: Sphinx) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     makers: tuple[Callable[[Sphinx], None], ...] = (
         notebooks,
-        pictures,
         report,
         benchmarks,
         house,

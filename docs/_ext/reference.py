@@ -27,7 +27,8 @@ from names import HOMES, ROOMS, at_the_top, documented, in_the_room, page_of
 
 # What base classes from elsewhere bring is documented there.
 FOREIGN = "object, tuple, RuntimeError, ValueError, Exception, BaseException, Executor"
-JOINED = ",\N{ZERO WIDTH SPACE}"
+# Stands for ", " until the docstrings are read: Sphinx splits names at commas.
+JOINED = "\N{INVISIBLE SEPARATOR}"
 
 
 def write_pages(app: Sphinx) -> None:
@@ -77,6 +78,20 @@ def _table(names: list[str], module: Any) -> str:
     )
 
 
+def _overview(names: list[str], module: Any) -> str:
+    """Show what the `plot_*` draw, and list the other names."""
+    drawing = [name for name in names if name.startswith("plot_")]
+    others = [name for name in names if name not in drawing]
+    text = ""
+    if drawing:
+        lines = [
+            f"   {name}: {_first_paragraph(getattr(module, name))}\n"
+            for name in drawing
+        ]
+        text = ".. plots::\n   :reference:\n\n" + "".join(lines) + "\n"
+    return text + (_table(others, module) if others else "")
+
+
 def _index() -> str:
     text = _heading("API reference")
     text += (
@@ -85,7 +100,9 @@ def _index() -> str:
     )
     text += ".. automodule:: tl_coupling\n\n"
     for room, module in ROOMS.items():
-        text += _heading(room, "-") + f"{_first_paragraph(module)} `tl_coupling.{room}`\n\n"
+        text += (
+            _heading(room, "-") + f"{_first_paragraph(module)} `tl_coupling.{room}`\n\n"
+        )
         if top := at_the_top(room):
             text += _table(top, tl_coupling)
     return (
@@ -102,14 +119,14 @@ def _room(room: str) -> str:
         + f".. automodule:: {module.__name__}\n\n.. currentmodule:: {module.__name__}\n\n"
     )
     if top:
-        text += f".. rubric:: At the top level\n\n{_table(top, tl_coupling)}"
+        text += f".. rubric:: At the top level\n\n{_overview(top, tl_coupling)}"
         text += (
             ".. toctree::\n   :hidden:\n\n"
             + "".join(f"   /{page_of(name)}\n" for name in top)
             + "\n"
         )
     if own:
-        text += f".. rubric:: In `tl_coupling.{room}`\n\n{_table(own, module)}"
+        text += f".. rubric:: In `tl_coupling.{room}`\n\n{_overview(own, module)}"
     return text + "".join(
         _directive(f"{module.__name__}.{name}", getattr(module, name)) for name in own
     )
@@ -220,19 +237,22 @@ def skip_fields(
 def several_names(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
 ) -> None:
-    """Keep `rows, columns: what they are` together, in which docutils takes "rows,"
-    for a type.
+    """Keep `rows, columns: what they are` one entry: napoleon would make two, each with
+    the text of both.
     """
     for i, line in enumerate(lines):
         lines[i] = re.sub(
-            r"^    \w+(, \w+)+(?=:)", lambda names: names[0].replace(", ", JOINED), line
+            # Errors have a link each.
+            r"^    (?!\w*(?:Error|Warning)\b)\w+(, \w+)+(?=:)",
+            lambda names: names[0].replace(", ", JOINED),
+            line,
         )
 
 
 def part_names(app: Sphinx, doctree: nodes.document) -> None:
     for text in list(doctree.findall(nodes.Text)):
-        if JOINED[1] in text:
-            text.parent.replace(text, nodes.Text(text.replace(JOINED[1], " ")))
+        if JOINED in text:
+            text.parent.replace(text, nodes.Text(text.replace(JOINED, ", ")))
 
 
 # Links.

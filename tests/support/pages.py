@@ -1,20 +1,24 @@
 """The code of README and of the documentation's pages: `python -m pages` runs the
-Python of all pages in this folder, `python -m pages docs/start.md` that of one.
+Python of all pages in this folder, `python -m pages docs/start.md` that of one; with
+`--figures FOLDER`, what the `plot_*` of each page draw is kept there.
 
 Each page is a script of its own. Pages run in reading order, and a later one may read
 what an earlier one wrote. A comment above a block, `<!-- needs … -->`, says why it is
 not run here; `text` after a block is what it prints.
 """
 
+import argparse
 import contextlib
 import io
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -63,17 +67,31 @@ _FENCE = re.compile(
 )
 
 
+def plots_in(code: str) -> list[str]:
+    """Return the `plot_*` that code calls, in order."""
+    return re.findall(r"\bplot_\w+(?=\()", code)
+
+
 class Block(NamedTuple):
-    """A block of code, what it needs that is not here, and what its page says that it
-    prints.
+    """A block of code, where it starts and ends on its page, what it needs that is not here, and
+    what its page says that it prints.
     """
 
     page: str
     line: int
+    start: int
+    end: int
     needs: str | None
     language: str
     text: str
     prints: str | None
+
+    @property
+    def plots(self) -> list[str]:
+        """Return the `plot_*` that the block calls, in order: one figure each."""
+        if self.language != "python" or self.needs:
+            return []
+        return plots_in(self.text)
 
     def commands(self) -> list[list[str]]:
         """Return what stands after `tl-coupling`, of shell blocks."""
@@ -94,15 +112,17 @@ def blocks(path: Path) -> list[Block]:
         Block(
             str(path.relative_to(ROOT)),
             text.count("\n", 0, found.start("text")) + 1,
+            found.start(),
+            found.end(),
             **found.groupdict(),
         )
         for found in _FENCE.finditer(text)
     ]
 
 
-def run(pages: Iterable[Path]) -> None:
+def run(pages: Iterable[Path], figures: Path | None = None) -> None:
     """Run pages, and write what each block prints, by page and line, to
-    `printed.json`.
+    `printed.json`; what it draws to PNG files in the folder `figures`.
     """
     from matplotlib import pyplot as plt
 
@@ -112,6 +132,7 @@ def run(pages: Iterable[Path]) -> None:
         for block in blocks(path):
             if block.language == "python" and not block.needs:
                 where, said = f"{block.page}:{block.line}", io.StringIO()
+                earlier = set(plt.get_fignums())
                 with contextlib.redirect_stdout(said):
                     # Tracebacks then count lines as the page does.
                     exec(
@@ -121,9 +142,41 @@ def run(pages: Iterable[Path]) -> None:
                         names,
                     )
                 printed[where] = said.getvalue()
+                drawn = [
+                    plt.figure(number)
+                    for number in plt.get_fignums()
+                    if number not in earlier
+                ]
+                if figures is not None and block.plots:
+                    save_figures(drawn, block.plots, figures / page_name(path))
         plt.close("all")
     Path("printed.json").write_text(json.dumps(printed))
 
 
+def page_name(path: Path) -> str:
+    """Return a page's path below docs, without its ending."""
+    return str(path.relative_to(ROOT / "docs").with_suffix(""))
+
+
+def save_figures(figures: Iterable["Figure"], plots: list[str], folder: Path) -> None:
+    """Save a figure for each of `plots` under its name, with the words at its top as
+    its description.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in zip(plots, figures, strict=True):
+        titles = [figure.get_suptitle(), *(ax.get_title() for ax in figure.axes)]
+        words = "; ".join(filter(None, titles)).replace("\n", ", ").replace("$", "")
+        figure.savefig(
+            folder / f"{name}.png",
+            # Twice the pixels that a page shows: sharp on a telephone, too.
+            dpi=200,
+            metadata={"Software": None, "Description": words},
+        )
+
+
 if __name__ == "__main__":
-    run([ROOT / name for name in sys.argv[1:]] or PAGES)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES)
+    parser.add_argument("--figures", type=Path)
+    given = parser.parse_args()
+    run([ROOT / path for path in given.pages], given.figures)
