@@ -17,6 +17,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
 import pytest
 
+import pages
 from browser import (
     chromium,
     complaints,
@@ -26,6 +27,7 @@ from browser import (
     settle,
     wait,
 )
+from public_api import public_names
 
 SITE = Path(os.environ.get("SITE", "")).resolve()
 pytestmark = [
@@ -373,3 +375,71 @@ def test_cards_have_pictures(visit):
         len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1
     )
     assert all(size == [640, 400] for size in sizes)
+
+
+def loaded(driver: Any, css: str) -> list[list[int]]:
+    """Return the sizes of pictures, also of those that load when they are seen."""
+    return driver.execute_async_script(
+        "const done = arguments[1],"
+        "  all = [...document.querySelectorAll(arguments[0])];"
+        "Promise.all(all.map(one => { one.loading = 'eager'; return one.decode(); }))"
+        "  .then(() => done(all.map(one => [one.naturalWidth, one.naturalHeight])))"
+        "  .catch(error => done([[0, 0]]))",
+        css,
+    )
+
+
+@pytest.mark.parametrize("page", ["gallery.html", "api/plots/index.html"])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_every_plot_has_a_thumbnail_that_opens_a_page(visit, page, width):
+    driver = visit(page, width)
+    sizes = loaded(driver, ".plots img")
+    n_plots = len([name for name in public_names() if ".plot_" in name])
+    assert len(sizes) == n_plots > 40
+    assert all(size == [640, 400] for size in sizes)
+    assert all(
+        link.get_attribute("href")
+        for link in driver.find_elements("css selector", ".plots a")
+    )
+
+
+def test_a_thumbnail_opens_the_block_that_draws_it(visit):
+    driver = visit("gallery.html")
+    (card,) = [
+        link
+        for link in driver.find_elements("css selector", ".plots a")
+        if link.text == "plot_head_coupling"
+    ]
+    click(driver, card)
+    wait(driver, "return location.pathname == '/concepts/carriers.html'")
+    place = urlsplit(driver.current_url).fragment
+    code = driver.execute_script(
+        "return document.getElementById(arguments[0]).textContent", place
+    )
+    assert "plot_head_coupling(heads)" in code
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.startswith(("concepts/", "how-to/"))],
+)
+def test_pages_show_what_their_blocks_draw(visit, page):
+    source = pages.ROOT / "docs" / Path(page).with_suffix(".md")
+    names = [name for block in pages.blocks(source) for name in block.plots]
+    driver = visit(page)
+    sizes = loaded(driver, "article img")
+    assert len(sizes) == len(names)
+    # Twice the pixels that are shown.
+    assert all(size[0] > 600 for size in sizes)
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+@pytest.mark.parametrize("page", ["concepts/coupling.html", "gallery.html"])
+def test_the_drawing_of_coupling_can_be_read(visit, page, width):
+    driver = visit(page, width)
+    heights = driver.execute_script(
+        "return [...document.querySelectorAll('figure.coupling svg text')]"
+        ".map(one => one.getBoundingClientRect().height)"
+    )
+    assert len(heights) > 30
+    assert min(heights) >= 12

@@ -1,0 +1,167 @@
+"""Pictures on the pages, without building the site: where they go, what the gallery
+lists, and the drawing that explains coupling.
+"""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image
+
+import pages
+import tl_coupling as tlc
+from sphinx_extensions import DOCS, module
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    pytest.importorskip("sphinx", reason="Sphinx is not installed: `make docs`")
+    module("house")
+    module("made")
+    module("names")
+    module("coupling_drawing")
+    return module("figures")
+
+
+def save_picture(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (800, 600), "white").save(file)
+
+
+def illustrated_blocks() -> dict[str, list[pages.Block]]:
+    return {
+        pages.page_name(path): [block for block in pages.blocks(path) if block.plots]
+        for path in pages.PAGES
+        if path.parent.name in ("concepts", "how-to")
+    }
+
+
+def test_every_concept_has_a_picture_and_none_twice() -> None:
+    for page, blocks in illustrated_blocks().items():
+        names = [name for block in blocks for name in block.plots]
+        # One file for each name.
+        assert len(set(names)) == len(names), page
+        assert names or not page.startswith("concepts/"), page
+
+
+def test_pages_print_no_shapes() -> None:
+    printed = [
+        block
+        for path in pages.PAGES
+        for block in pages.blocks(path)
+        if "torch.Size" in (block.prints or "")
+    ]
+    assert not printed
+
+
+def test_pictures_stand_below_their_blocks(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class App:
+        srcdir = DOCS
+
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", tmp_path / "docs/figures")
+    for page, blocks in illustrated_blocks().items():
+        names = [name for block in blocks for name in block.plots]
+        for name in names:
+            save_picture(tmp_path / f"docs/figures/pages/{page}/{name}.png")
+        before = (DOCS / f"{page}.md").read_text()
+        source = [before]
+        figures.show_below_blocks(App, page, source)
+        shown = re.findall(r"^!\[.*\]\(/figures/pages/(.+)\.png\)", source[0], re.M)
+        assert shown == [f"{page}/{name}" for name in names]
+        labels = [f"({figures.anchor(name)})=" for name in names]
+        added = [
+            line
+            for line in source[0].splitlines()
+            if line.startswith("![") or line in labels
+        ]
+        rest = [line for line in source[0].splitlines() if line not in added]
+        assert "".join(rest) == "".join(before.splitlines())
+    # The page of a vision transformer: a picture after what its block prints.
+    page = "how-to/vision"
+    source = [(DOCS / f"{page}.md").read_text()]
+    figures.show_below_blocks(App, page, source)
+    label, code, printed, picture = (
+        source[0].index(text)
+        for text in (
+            "(drawn-by-plot-patches)=",
+            "plot_patches(image, influence",
+            "17 sources",
+            "![",
+        )
+    )
+    assert label < code < printed < picture
+
+
+def test_the_gallery_lists_every_plot_once(figures: ModuleType) -> None:
+    text = (DOCS / "gallery.md").read_text()
+    grids = re.findall(r"^```\{plots\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for grid in grids for line in grid.splitlines()]
+    listed = [line.partition(": ")[0] for line in lines]
+    public = [name.rpartition(".")[2] for name in figures.plots()]
+    assert sorted(listed) == sorted(public)
+    assert all(line.partition(": ")[2].endswith(".") for line in lines)
+
+
+def test_every_plot_has_an_example_that_calls_it(figures: ModuleType) -> None:
+    for name in figures.plots():
+        assert pages.plots_in(figures.example_of(name))[-1] == name.rpartition(".")[2]
+
+
+def test_figures_are_saved_by_name_with_their_titles(tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4, 3))
+    figure.suptitle("Two\nlines")
+    figure.subplots().set_title("$5")
+    pages.save_figures([figure], ["plot_this"], tmp_path / "page")
+    with Image.open(tmp_path / "page/plot_this.png") as image:
+        assert image.size == (800, 600)
+        assert image.info["Description"] == "Two, lines; 5"
+    with pytest.raises(ValueError, match="zip"):
+        pages.save_figures([figure], ["plot_this", "plot_that"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def drawing() -> ModuleType:
+    return module("coupling_drawing")
+
+
+def test_the_drawing_says_what_its_matrices_give(drawing: ModuleType) -> None:
+    values = re.findall(r'class="value"[^>]*>coupling (.+?)<', drawing.drawing())
+    expected = [
+        1 - float(tlc.normalized_miscoupling(drawing.U.T @ jacobian @ drawing.V))
+        for _, _, jacobian, _ in drawing.PANELS
+    ]
+    assert [float(value) for value in values] == pytest.approx(expected, abs=0.005)
+    defined, coupled, other = expected
+    assert defined == pytest.approx(1)
+    assert coupled == pytest.approx(1)
+    assert other < tlc.random_subspace_null(2)
+
+
+def test_the_directions_of_the_drawing_are_singular_vectors(
+    drawing: ModuleType,
+) -> None:
+    spectrum = tlc.svd(drawing.PANELS[0][2])
+    for drawn, computed in ((drawing.U, spectrum.U), (drawing.V, spectrum.Vh.mT)):
+        cosines = (drawn * computed).sum(0).abs()
+        torch.testing.assert_close(cosines, torch.ones(2))
+
+
+def test_the_drawing_stays_inside_its_panels(drawing: ModuleType) -> None:
+    figure = ElementTree.fromstring(drawing.drawing())
+    panels = figure.findall("div/svg")
+    assert len(panels) == 3
+    for panel in panels:
+        for text in panel.iter("text"):
+            words = text.text or ""
+            # Letters of 13 px are about 7 px wide.
+            half = 3.5 * len(words)
+            assert half <= float(text.get("x", 0)) <= drawing.WIDTH - half, words
+            assert 12 <= float(text.get("y", 0)) <= drawing.HEIGHT, words
