@@ -20,7 +20,8 @@ RESULTS = Path(__file__).parent / "studies" / "results"
 PROMPT = "What is the capital of France? The capital is"
 K = 10
 # Okabe and Ito's colours, which readers with any kind of colour vision tell apart.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "0.55"
+BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
+TRAINED, UNTRAINED = BLUE, VERMILION
 SIZE = 4.0, 2.5
 NULL_LINE = {"color": "black", "linestyle": ":", "linewidth": 1}
 # Over the axes, where it covers no mark.
@@ -70,8 +71,8 @@ def trajectories() -> Figure:
     figure, ax = card()
     bins = np.histogram_bin_edges(others["line_shape_score"], 24).tolist()
     for name, color, x, y in (
-        ("trained", BLUE, 4.1, 10.4),
-        ("untrained", GREY, 5.6, 8),
+        ("trained", TRAINED, 4.1, 10.4),
+        ("untrained", UNTRAINED, 5.58, 8),
     ):
         scores = others.loc[others["model"] == name, "line_shape_score"]
         ax.hist(scores, bins, color=color)
@@ -89,7 +90,7 @@ def trajectories() -> Figure:
         arrowprops=arrow,
     )
     ax.set(xlabel="line-shape score (1: a straight line)", ylabel="texts")
-    ax.set_ylim(0, 15)
+    ax.set(xlim=(3.7, 6.1), ylim=(0, 15))
     return figure
 
 
@@ -121,8 +122,8 @@ def generalization() -> Figure:
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
     at_mark = table[(table["mark"] == "bigram") & (table["size"] == "K = 8")]
     figure, ax = card()
-    looks = ((32, BLUE, "o"), (64, ORANGE, "s"), (128, GREEN, "^"))
-    for width, color, marker in looks:
+    styles = ((32, BLUE, "o"), (64, GREEN, "D"), (128, ORANGE, "^"))
+    for width, color, marker in styles:
         of_width = at_mark[at_mark["width"] == width]
         ax.plot(
             of_width["learning_rate"],
@@ -154,16 +155,16 @@ def redundancy() -> Figure:
     data = xarray.load_dataset(RESULTS / "ladder" / "redundancy-smollm2-135m.nc")
     correlations = tlc.redundancy.redundancy_correlations(data).sel(blocks="all", k=K)
     figure, ax = card()
-    looks = (
+    styles = (
         ("coupling", BLUE, "o", "with coupling"),
-        ("block_influence", ORANGE, "s", "with block influence"),
+        ("block_influence", ORANGE, "^", "with block influence"),
     )
     names = {
         "dropped": "block dropped",
         "swapped": "neighbours\nswapped",
         "merged": "neighbours\nmerged",
     }
-    for predictor, color, marker, label in looks:
+    for predictor, color, marker, label in styles:
         for place, change in enumerate(names):
             of_change = correlations.sel(change=change)
             low, high = of_change[f"{predictor}_interval"].values
@@ -191,8 +192,8 @@ def heads_and_mlps() -> Figure:
         "mlp_out": "MLP",
         "mlp∘attn": "MLP acting on\nattention's output",
     }
-    looks = ((False, BLUE, "o", 0.12), (True, GREY, "s", -0.12))
-    for untrained, color, marker, shift in looks:
+    styles = ((False, TRAINED, "o", 0.12), (True, UNTRAINED, "s", -0.12))
+    for untrained, color, marker, shift in styles:
         model = tlc.load_model("smollm2-135m", untrained=untrained)
         branches = tlc.carriers(tlc.trace(model, PROMPT), k=K).by_branch()
         excess = dict(
@@ -211,7 +212,7 @@ def heads_and_mlps() -> Figure:
     ax.set_xticks([-0.05, 0, 0.05])
     ax.set_xlabel("share of coupling minus share of J")
     ax.set_ylim(-2.5, 0.5)
-    figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 1, "handletextpad": 0.3})
+    figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 1, "handletextpad": 0.6})
     return figure
 
 
@@ -220,8 +221,8 @@ def amplification() -> Figure:
     table = pandas.read_csv(RESULTS / "gains" / "measured.csv")
     figure, ax = card()
     tasks = sorted(table["task"].unique())
-    looks = (("main", BLUE, "o", 0.13), ("untrained", GREY, "s", -0.13))
-    for checkpoint, color, marker, shift in looks:
+    styles = (("main", TRAINED, "o", 0.13), ("untrained", UNTRAINED, "s", -0.13))
+    for checkpoint, color, marker, shift in styles:
         of_model = table[table["model"] == f"smollm2-135m@{checkpoint}"]
         places = [shift - tasks.index(task) for task in of_model["task"]]
         name = "trained" if checkpoint == "main" else checkpoint
@@ -237,21 +238,21 @@ def directions() -> Figure:
     """Cost of removing shared directions, and others of the same gain, in two models."""
     figure, ax = card()
     models = {"smollm2-135m": "SmolLM2", "gemma-3-270m-q4_k_m": "Gemma"}
-    looks = (
+    styles = (
         ("shared", BLUE, "o", "shared by blocks"),
-        ("unshared", ORANGE, "s", "not shared, same gain"),
+        ("unshared", ORANGE, "^", "not shared, same gain"),
     )
     names = []
     for model, short in models.items():
         for side in ("read", "write"):
             path = RESULTS / "shared_directions" / f"{model}-{side}-1.csv"
             rows = pandas.read_csv(path).set_index("kind")
-            for kind, color, marker, _ in looks:
+            for kind, color, marker, _ in styles:
                 row = rows.loc[kind]
                 ax.hlines(-len(names), row["low"], row["high"], color=color)
                 ax.plot(row["loss_change"], -len(names), marker, color=color)
             names.append(f"{short}, {side}")
-    for _, color, marker, label in looks:
+    for _, color, marker, label in styles:
         ax.plot([], [], marker, color=color, label=label)
     ax.set_yticks([-place for place in range(len(names))], names)
     ax.set_xscale("log")
