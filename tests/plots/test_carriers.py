@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 
 from made_up_results import PROVENANCE
 from tl_coupling.comparisons import Carriers
@@ -83,7 +84,13 @@ def test_branches_are_lines_with_their_shares_of_the_jacobian() -> None:
         assert lines[name].get_color() == lines[f"_{name}, of J"].get_color()
         assert list(lines[name].get_xdata()) == [3, 4, 7]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["attention", "MLP", "MLP of attention", "share of J"]
+    names = ["attention", "MLP", "MLP of attention"]
+    assert legend == [*names, "share of J", "95 % of random"]
+    bands = {to_rgb(band.get_facecolor()[0]): band for band in ax.collections[:3]}
+    for name in names:
+        line = lines[f"_{name}, of J"]
+        ends = bands[to_rgb(line.get_color())].get_paths()[0].vertices[:, 1]
+        assert ends.min() < line.get_ydata().mean() < ends.max()
 
 
 def test_what_has_no_heads_or_no_pairs_is_refused() -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from axes import tick_labels
 from made_up_results import PROVENANCE
@@ -43,11 +44,20 @@ def test_steering_is_a_line_for_each_kind_and_the_prediction() -> None:
     assert list(ax.get_xticks()) == [0.01, 0.1, 0.5]
     ax.figure.draw_without_rendering()
     assert tick_labels(ax.xaxis) == ["0.01", "0.1", "0.5"]
-    assert "4 prompts" in ax.get_title()
+    assert "4 prompts" in ax.figure.get_suptitle()
+    _, differences = ax.figure.axes
+    table = result.to_dataframe()
+    for kind, line in zip(("random", "low_gain"), differences.lines[:2], strict=True):
+        rows = table[table["kind"] == kind]
+        np.testing.assert_allclose(line.get_ydata(), rows["direction_less_this"])
+    (bars, _) = differences.collections
+    segments = np.array(bars.get_segments())
+    rows = table[table["kind"] == "random"]
+    np.testing.assert_allclose(segments[:, 0, 1], rows["direction_less_this_low"])
+    np.testing.assert_allclose(segments[:, 1, 1], rows["direction_less_this_high"])
 
 
-def test_a_band_that_reaches_0_lies_below_the_axis() -> None:
-    """Of two prompts that differ the t interval has an end below 0."""
+def test_steering_without_controls_or_in_given_axes_is_one_panel() -> None:
     kl = torch.tensor([[[[0.001, 0.1]]]], dtype=torch.float64).expand(1, 2, 2, 2)
     result = Steering(
         kl=kl,
@@ -61,10 +71,10 @@ def test_a_band_that_reaches_0_lies_below_the_axis() -> None:
         prompts=("a", "b"),
         provenance=PROVENANCE,
     )
-    ax = plot_steering(result)
-    mean = float(kl.mean())
-    assert result.to_dataframe()["kl_low"].max() < 0
-    assert mean / 10 < ax.get_ylim()[0] < mean
+    assert len(plot_steering(result).figure.axes) == 1
+    ax = Figure().subplots()
+    assert plot_steering(result, ax=ax) is ax
+    assert ax.get_title().startswith("What steering does · 2 prompts")
 
 
 def test_ablation_is_a_row_for_each_kind_with_its_draws() -> None:
@@ -83,7 +93,7 @@ def test_ablation_is_a_row_for_each_kind_with_its_draws() -> None:
     )
     ax = plot_ablation(result)
     rows = [tick.get_text() for tick in ax.get_yticklabels()]
-    assert rows == ["shared subspace", "random", "most of the activations"]
+    assert rows == ["shared directions", "random", "principal directions"]
     marks = [line for line in ax.lines if line.get_marker() == "D"]
     expected = [result.of(kind).mean() for kind in ("shared", "random", "principal")]
     np.testing.assert_allclose([mark.get_xdata()[0] for mark in marks], expected)

@@ -33,10 +33,12 @@ def test_products_stand_beside_their_bands(tiny_trace):
         assert heights.max() == pytest.approx(ends.max())
     of_ratio = by_label(ratio)
     assert np.allclose(of_ratio["trained"].get_ydata(), result.participation_ratio)
-    assert np.allclose(
-        of_ratio["trained, blocks turned at random"].get_ydata(),
-        result.null_participation_ratio.mean(0),
-    )
+    (dashed, _) = [line for line in ratio.lines if line.get_linestyle() == "--"]
+    null_ratio = result.null_participation_ratio
+    assert np.allclose(dashed.get_ydata(), null_ratio.mean(0))
+    heights = ratio.collections[0].get_paths()[0].vertices[:, 1]
+    assert heights.min() == pytest.approx(np.quantile(null_ratio, 0.025, axis=0).min())
+    assert f"trained {result.alignment_gain[-1]:+.2f}" in fig.get_suptitle()
     assert largest.get_xlabel() == "product up to layer"
 
 

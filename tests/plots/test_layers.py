@@ -170,6 +170,16 @@ def test_locality_passes_over_distances_that_no_pair_has():
     )
 
 
+def test_locality_is_faded_where_few_pairs_carry_a_point():
+    result = random_map(layers=range(24), k=2)
+    faded, line, null = plot_locality(result).lines
+    # Of 46 pairs of neighbours a tenth is four: two at distance 23, four at 22.
+    assert list(line.get_xdata()) == list(range(1, 22))
+    assert list(faded.get_xdata()) == list(range(1, 24))
+    assert faded.get_alpha() < 1
+    assert null.get_linestyle() == "--"
+
+
 def test_one_map_needs_no_name():
     ax = Figure().subplots()
     assert plot_locality(random_map(), ax=ax) is ax
@@ -183,7 +193,7 @@ def test_title_tells_only_what_all_maps_share():
         random_map(untrained=True, prompt="Another"), orientation="vju"
     )
     title = plot_locality({"trained": random_map(), "untrained": twin}).get_title()
-    assert title == "Depth coupling · k = 5\ntiny\ntoken 3 ‘\\n’"
+    assert title == "Depth coupling · k = 5\ntiny · token 3 ‘\\n’"
 
 
 def test_locality_wants_one_k():

@@ -211,7 +211,7 @@ def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
     np.testing.assert_allclose(
         ax.images[0].get_array().filled(-1), off_diagonal(result.coupling(3) / 2, -1)
     )
-    assert ax.get_title() == "Depth coupling · k = 3 · mean over 3 prompts\ntiny"
+    assert ax.get_title().endswith("\nmean over 3 prompts · tiny")
     assert "mean over 3 prompts" in plot_adjacency(mean).get_title()
     assert (
         "mean over 3 prompts"
@@ -222,19 +222,21 @@ def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
 def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
-        "Depth coupling · k = 2\ntiny at checkpoint 0 "
-        "(untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
+        "Depth coupling · k = 2 · mean 0.274, random subspaces 0.293\n"
+        "tiny at checkpoint 0 (untrained) · “It costs $5 or $6” · token 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
 
 
 def test_coupling_title_shortens_a_long_prompt_and_bears_an_empty_provenance():
-    long = plot_coupling(random_map(prompt="word " * 100)).get_title().splitlines()[2]
-    assert long.startswith("“word word")
+    long = plot_coupling(random_map(prompt="word " * 100)).get_title().splitlines()[1]
+    assert long.startswith("tiny · “word word")
     assert "…”" in long
-    assert len(long) < 70
+    assert len(long) < 80
     bare = dataclasses.replace(random_map(), provenance={})
-    assert plot_coupling(bare).get_title() == "Depth coupling · k = 5\ntoken 3"
+    title = plot_coupling(bare).get_title()
+    assert title.startswith("Depth coupling · k = 5 · mean")
+    assert title.endswith("\ntoken 3")
 
 
 @pytest.mark.parametrize("k", [0, 6])

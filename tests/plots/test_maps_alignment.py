@@ -52,7 +52,7 @@ def test_labels_and_null(result):
     assert ax.get_xlabel() == "layer of the right singular vectors V"
     assert (
         ax.get_title()
-        == "Residual alignment · UᵀV · k = 3\ntiny\n“It costs $5” · token 2 ‘$5’"
+        == "Residual alignment · UᵀV · k = 3\ntiny · “It costs $5” · token 2 ‘$5’"
     )
     assert "UᵀU" in plot_alignment_matrices(result, sides="uu").get_title()
     assert {line.get_ydata()[0] for line in colour_bar(ax).lines} == {(1 / D) ** 0.5}

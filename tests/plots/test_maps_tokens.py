@@ -36,18 +36,15 @@ def test_token_grid(token_map):
         for panel, (row, col) in zip(panels(ax, 3), pairs, strict=True):
             expected = token_map.at(3)[row, col] / token_map.singular_values[row, 0]
             np.testing.assert_allclose(panel, expected, rtol=1e-6)
-        assert (
-            tick_labels(ax.xaxis)
-            == tick_labels(ax.yaxis)
-            == ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
-        )
-        whose = "whose Jacobian (input token, layer 0)" if ax is grids[0] else ""
+        names = ["4 ‘\\n’", "0 ‘<s>’", "5 ‘日本’"]
+        assert tick_labels(ax.xaxis) == names
+        # Rows are named once, on the left.
+        assert tick_labels(ax.yaxis) == (names if ax is grids[0] else [])
+        whose = "whose Jacobian\n(input token, layer 0)" if ax is grids[0] else ""
         assert ax.get_ylabel() == whose
-        assert ax.get_xlabel() == "whose singular vectors (input token, layer 1)"
-        assert (
-            "Context coupling · k = 3 · output fixed at 5 ‘日本’"
-            in ax.figure.get_suptitle()
-        )
+        assert ax.get_xlabel() == "whose singular vectors\n(input token, layer 1)"
+        title = ax.figure.get_suptitle()
+        assert title.startswith("Context coupling · k = 3\noutput fixed at 5 ‘日本’")
 
 
 def test_token_grid_shows_the_last_five_by_default(token_map):
@@ -119,7 +116,7 @@ def test_influence_shows_the_values(measure):
     assert [label.get_text() for label in ax.get_yticklabels()] == ["0", "1", "5"]
     assert ax.get_ylim() == (2.5, -0.5), "the first layer is on top, as in every map"
     assert bar.get_ylabel().endswith("of J")
-    assert fig.get_suptitle() == "Influence on token 3 ‘$5’\ntiny\n“It costs”"
+    assert fig.get_suptitle() == "Influence on token 3 ‘$5’\ntiny · “It costs”"
 
 
 def test_two_influences_share_a_scale_and_zeros_are_masked():

@@ -6,6 +6,7 @@ import torch
 
 import tl_coupling as tlc
 from tl_coupling.comparisons import PromptCoupling
+from tl_coupling.results import RANDOM_BASES
 
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 PROMPTS = ("It costs $5", "or $6 and so on and on, to the end", "a")
@@ -52,7 +53,7 @@ def test_a_twin_is_drawn_beside_on_the_same_layers():
     twin = made_up(seed=1, untrained=True)
     ax = tlc.plots.plot_prompt_coupling(made_up(), untrained=twin)
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["untrained", "trained", "random bases"]
+    assert legend == ["untrained", "trained", RANDOM_BASES]
     with pytest.raises(ValueError, match=r"layers of `result`, \[4, 5\], got \[0, 1\]"):
         tlc.plots.plot_prompt_coupling(made_up(), untrained=made_up(layers=(0, 1)))
 

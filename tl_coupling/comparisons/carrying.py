@@ -185,6 +185,35 @@ class Carriers(Saved):
         return quantile_interval(means)
 
     @checked
+    def null_interval_by_layer(self, label: str) -> Float[Tensor, "n_rows 2"]:
+        """Return where 95 % of a component's share of each layer lies by chance.
+
+        The band around the layer's `jacobian_share` in which `by_layer` of
+        "diagonal_share" would lie with random singular vectors: a mean over as many
+        draws as there are other layers, drawn two thousand times.
+
+        Raises:
+            ValueError: a label that is none of the components.
+
+        Example:
+            >>> tlc.carriers(trace, k=4).null_interval_by_layer("mlp_out").shape
+            torch.Size([2, 2])
+        """
+        if label not in self.labels:
+            raise ValueError(
+                f"`label` must be one of {', '.join(self.labels)}, got {label!r}"
+            )
+        shares = self.null_share[..., self.labels.index(label)].double().cpu()
+        n_draws = shares.shape[1]
+        n_others = int(self._different_layers().sum(1).max())
+        # A fixed seed: a result gives the same band whenever it is asked.
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randint(n_draws, (2000, n_others), generator=generator)
+        means = torch.stack([row[drawn].nanmean(1) for row in shares])
+        ends = torch.tensor([0.025, 0.975], dtype=means.dtype)
+        return torch.nanquantile(means, ends, dim=1).mT
+
+    @checked
     def by_branch(self) -> "Carriers":
         """Return the same with all heads as one component, attn_out.
 

@@ -12,9 +12,15 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import Carriers, HeadCoupling
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_AXES
 
 # One colour for each branch, in all pictures.
-_COLORS = {"attn_out": "C2", "mlp_out": "C4", "mlp∘attn": "C8", "skip": "C5"}
+_COLORS = {
+    "attn_out": labels.BLUE,
+    "mlp_out": labels.VERMILION,
+    "mlp∘attn": labels.GREEN,
+    "skip": labels.BLACK,
+}
 _NAMES = {
     "attn_out": "attention",
     "mlp_out": "MLP",
@@ -22,7 +28,7 @@ _NAMES = {
     "skip": "skip connection",
 }
 # More names of heads, pairs or layers than these would touch each other.
-_MOST_HEADS = 24
+_MOST_HEADS = 16
 _MOST_NAMED = 5
 _MOST_LAYER_TICKS = 10
 
@@ -65,7 +71,7 @@ def plot_carriers(
         largest = max(largest, float(finite.abs().max()))
     axes: list[Any] = [ax]
     if ax is None:
-        figure = labels.new_figure(6.4 + 4.8 * (len(shown) - 1), 6.4)
+        figure = labels.new_figure(6.4 + (len(shown) - 1), 6.0)
         axes = figure.subplots(1, len(shown), squeeze=False)[0].tolist()
     # Symmetric about 0, so that white means neither more nor less than the share of J.
     colors = labels.color_map("RdBu_r").with_extremes(bad=labels.UNDEFINED)
@@ -85,7 +91,7 @@ def plot_carriers(
     figure = axes[0].figure
     if untrained is not None:
         labels.entitle(figure, _heading(result))
-    figure.colorbar(image, ax=axes, label="share of diag A less share of J")
+    figure.colorbar(image, ax=axes, label="share of diag A − share of J")
     return axes[0]
 
 
@@ -95,8 +101,9 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
 
     Solid lines are shares of the diagonal of A, means over the singular vectors of all
     other layers; dashed ones shares of the Jacobian, which random singular vectors
-    would give. Where the solid line lies above the dashed one of its colour, the branch
-    carries more of coupling than its size explains. All heads are one branch.
+    would give, in the band that holds 95 % of such means. Where the solid line lies
+    above the band of its colour, the branch carries more of coupling than its size
+    explains. All heads are one branch.
 
     Args:
         result: what `carriers` returned.
@@ -116,10 +123,11 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
     for place, label in enumerate(merged.labels):
         name = _NAMES[label]
-        look: dict[str, Any] = {"color": _COLORS[label], "markersize": 3}
-        ax.plot(
-            result.row_layers, diagonal_shares[:, place], marker="o", label=name, **look
-        )
+        look = labels.marked(_COLORS[label], len(result.row_layers))
+        ax.plot(result.row_layers, diagonal_shares[:, place], label=name, **look)
+        low, high = merged.null_interval_by_layer(label).unbind(-1)
+        band = labels.NULL_BAND | {"color": _COLORS[label]}
+        ax.fill_between(result.row_layers, low, high, **band)
         dashed = labels.NULL_LINE | {"color": _COLORS[label]}
         ax.plot(
             result.row_layers,
@@ -127,16 +135,17 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
             label=f"_{name}, of J",
             **dashed,
         )
-    # One grey entry of the legend stands for the dashed lines of all branches, whose
-    # own names begin with an underscore and stay out of it.
+    # Grey entries of the legend stand for the dashed lines and bands of all branches.
+    # The lines' own names begin with an underscore and stay out of it.
     ax.plot([], [], label="share of J", **labels.NULL_LINE)
+    ax.fill_between([], [], [], label="95 % of random", **labels.NULL_BAND)
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     ax.set(xlabel="layer", ylabel="share of the diagonal of A, or of J")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     labels.finish_lines(
         ax,
         _heading(result),
-        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 4},
+        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 5},
     )
     return ax
 
@@ -147,11 +156,12 @@ def plot_head_coupling(
 ) -> Figure:
     """Draw which layers have heads that share axes, and how many pairs of heads do.
 
-    On the left, a panel for each result on one scale: the largest coupling of a head of
-    one layer with a head of another. On the right the share of all pairs of heads of
-    different layers that lie above each value of coupling: where a line lies to the
-    right of the grey one, pairs share more than random axes; the most coupled pairs of
-    the first result are named.
+    Above, a panel for each result on one scale: the largest coupling of a head of one
+    layer with a head of another. The mark on the colour bar is what the largest of as
+    many random pairs is in the mean. Below the share of all pairs of heads of different
+    layers that lie above each value of coupling: where a line lies to the right of the
+    grey one, pairs share more than random axes; the most coupled pairs of the first
+    result are named.
 
     Args:
         results: what `comparisons.head_coupling` returned, or several by name.
@@ -166,8 +176,12 @@ def plot_head_coupling(
     results_by_name = labels.named(results, HeadCoupling)
     if any(len(set(result.layers)) < 2 for result in results_by_name.values()):
         raise ValueError("pairs of heads of different layers need two layers")
-    fig = fig or labels.new_figure(4.6 * (len(results_by_name) + 1) + 0.6, 4.6)
-    *maps, shares = fig.subplots(1, len(results_by_name) + 1)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 7.0)
+    n_maps = len(results_by_name)
+    # Two maps side by side at most; more would be too small for their layers.
+    grid = fig.add_gridspec(2, n_maps, height_ratios=[1.25, 1])
+    maps = [fig.add_subplot(grid[0, place]) for place in range(n_maps)]
+    shares = fig.add_subplot(grid[1, :])
     largest = {
         name: result.by_layer().numpy() for name, result in results_by_name.items()
     }
@@ -186,7 +200,7 @@ def plot_head_coupling(
         _draw_shares(shares, result.of_different_layers, color=color, label=name)
     first = next(iter(results_by_name.values()))
     random = first.null_coupling.flatten()
-    _draw_shares(shares, random, label="random axes", **labels.NULL_LINE)
+    _draw_shares(shares, random, label=RANDOM_AXES, **labels.NULL_LINE)
     named = "\n".join(
         f"{pair.coupling:.2f}  {pair.jacobian_of} in {pair.vectors_of}"
         for pair in first.strongest(_MOST_NAMED)
@@ -198,22 +212,44 @@ def plot_head_coupling(
         transform=shares.transAxes,
         ha="right",
         va="top",
-        fontsize="x-small",
+        fontsize="small",
     )
     # Few pairs couple strongly: on a linear axis their share would not be seen.
     shares.set_yscale("log")
     shares.set(
-        xlabel="coupling", ylabel="share of pairs of heads above", xlim=(0, None)
+        xlabel="coupling of two heads of different layers",
+        ylabel="share of pairs above",
+        xlim=(0, None),
     )
-    labels.plain_legend(shares, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.16)})
-    fig.colorbar(
-        image, ax=list(maps), label="largest coupling of two heads", shrink=0.7
-    )
+    labels.plain_legend(shares, loc="lower left", fontsize="small")
+    bar = fig.colorbar(image, ax=list(maps), label="largest of two layers' heads").ax
+    labels.mark_and_name_null(bar, _null_of_largest(first))
     provenances = [result.provenance for result in results_by_name.values()]
     positions = [result.position for result in results_by_name.values()]
-    title = f"Heads of different layers · k = {first.k}"
+    title = (
+        f"{first.share_above_null:.2%} of pairs of heads couple more than any of "
+        f"{random.numel()} random ones (k = {first.k})"
+    )
     labels.entitle(fig, labels.heading(title, provenances, positions))
     return fig
+
+
+def _null_of_largest(result: HeadCoupling) -> float:
+    """Return the mean of the largest coupling of two layers' heads in random axes.
+
+    A cell of the map is a largest value of many, and so is its null.
+    """
+    random = result.null_coupling.nan_to_num(0).numpy()
+    n_heads = max(result.layers.count(layer) for layer in set(result.layers))
+    # Of each layer's heads, the largest of as many draws as another layer has heads.
+    columns = range(0, random.shape[1], n_heads)
+    layers = np.asarray(result.layers)
+    largest = [
+        random[layers == layer][:, start : start + n_heads].max()
+        for layer in set(result.layers)
+        for start in columns
+    ]
+    return float(np.mean(largest))
 
 
 def _draw_shares(ax: Axes, values: torch.Tensor, **look: Any) -> None:

@@ -1,5 +1,7 @@
 """Draw the difference of two sets of coupling maps."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -8,8 +10,8 @@ from tl_coupling.arguments import checked
 from tl_coupling.comparisons import Comparison
 from tl_coupling.plots import labels
 
-# Width of a panel in inches.
-_PANEL = 3.6
+# Of the pairs of a layer with itself.
+_HATCHED = {"facecolor": "0.95", "hatch": "/////", "edgecolor": "0.6"}
 
 
 @checked
@@ -18,8 +20,8 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
 
     Read off where the second is coupled more than the first (red) or less (blue). A dot
     marks pairs that differ after the correction for all pairs
-    (`Comparison.differing`). Grey are the pairs of a layer with itself. The mark on the
-    first colour bar is what random subspaces give.
+    (`Comparison.differing`). Hatched are the pairs of a layer with itself. The mark on
+    the first colour bar is what random subspaces give.
 
     Returns the Figure: a panel for each map, one for the difference, and two colour
     bars.
@@ -28,48 +30,56 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
         >>> maps = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
         >>> fig = tlc.plot_comparison(tlc.compare(maps[:2], maps[2:]))
     """
-    fig = fig or labels.new_figure(3 * _PANEL + 1.6, _PANEL + 0.4, "compressed")
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 3.9)
     axes = fig.subplots(1, 3, sharex=True, sharey=True)
     is_own = comparison.own_pairs.numpy()
     values = [np.where(is_own, np.nan, side) for side in comparison.values.numpy()]
     difference = np.where(is_own, np.nan, comparison.differences.numpy())
     nulls = comparison.nulls.tolist()
-    label = labels.measure_label(comparison.measure, comparison.k)
+    label = labels.short_measure(comparison.measure)
+    bar_options: dict[str, Any] = {"orientation": "horizontal", "pad": 0.02}
     # Both maps and their nulls share one scale; `initial` keeps it open where all is
     # undefined.
     top = np.nanmax([*values[0].ravel(), *values[1].ravel(), *nulls], initial=1e-9)
     for ax, side, name in zip(axes, values, comparison.names, strict=False):
         image = ax.imshow(side, vmin=0, vmax=top)
         labels.entitle(ax, labels.short_path(name))
-    bar = fig.colorbar(image, ax=list(axes[:2]), label=label).ax
+    bar = fig.colorbar(
+        image, ax=list(axes[:2]), label=label, aspect=40, **bar_options
+    ).ax
     # Two maps with different nulls have no mark: it would be true of one of them only.
     null = labels.one_null(nulls)
     if null is not None:
-        labels.mark_and_name_null(bar, null)
+        labels.mark_and_name_null(bar, null, is_upright=False)
     largest = np.nanmax(np.abs(difference), initial=1e-9)
     image = axes[2].imshow(difference, cmap="RdBu_r", vmin=-largest, vmax=largest)
     rows, columns = np.nonzero(comparison.differing().numpy())
     # `nonzero` gives rows first; in the picture these are y.
     axes[2].scatter(columns, rows, s=4, color="black", linewidths=0)
-    labels.entitle(axes[2], _format_difference(comparison))
-    fig.colorbar(image, ax=axes[2], label="second − first")
+    labels.entitle(axes[2], "second − first")
+    fig.colorbar(image, ax=axes[2], label="difference", aspect=18, **bar_options)
     for ax in axes:
         _name_layers(ax, comparison)
     axes[0].set_ylabel("whose Jacobian (layer)")
+    n_pairs = int((~is_own).sum())
+    dots = f"dots: {len(rows)} of {n_pairs} pairs differ (Holm, 5 %)"
+    own = "hatched: a layer with itself"
+    title = f"{_format_difference(comparison)} · k = {comparison.k}\n{dots} · {own}"
+    labels.entitle(fig, title)
     return fig
 
 
 def _format_difference(comparison: Comparison) -> str:
     """Return the difference in the mean, with its interval."""
     low, high = comparison.interval
-    text = f"difference {comparison.mean_difference:+.3f}"
+    text = f"Mean difference {comparison.mean_difference:+.3f}"
     if np.isnan(low):
         return f"{text}, one prompt"
     return f"{text}, 95 % [{low:+.3f}, {high:+.3f}]"
 
 
 def _name_layers(ax: Axes, comparison: Comparison) -> None:
-    ax.set_facecolor(labels.UNDEFINED)
-    ax.set_xlabel("whose singular vectors (layer)")
+    ax.patch.set(**_HATCHED)
+    ax.set_xlabel("whose singular\nvectors (layer)")
     labels.name_ticks(ax.xaxis, comparison.col_layers, labels.MAX_LAYER_TICKS // 2)
-    labels.name_ticks(ax.yaxis, comparison.row_layers, labels.MAX_LAYER_TICKS)
+    labels.name_ticks(ax.yaxis, comparison.row_layers, labels.MAX_LAYER_TICKS // 2)

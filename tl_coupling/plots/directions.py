@@ -1,54 +1,54 @@
 """Draw directions that blocks share, and what steering and ablation do."""
 
+from textwrap import fill
+from typing import TYPE_CHECKING
+
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.directions import Ablation, Steering, Subspace
 from tl_coupling.plots import labels
+from tl_coupling.results import CONTROLS, RANDOM_FRAMES
 
-# The directions of interest are red in all pictures; controls have the other colours.
+if TYPE_CHECKING:
+    import pandas
+
+# The directions of interest are vermilion in all pictures; controls have the other
+# colours.
 _COLORS = {
-    "direction": "C3",
-    "shared": "C3",
-    "random": "C7",
-    "rotated": "C0",
-    "low_gain": "C2",
-    "activations": "C4",
-    "norm_matched": "C5",
-    "principal": "C1",
-    "span": "C9",
-    "unshared": "C0",
+    "direction": labels.VERMILION,
+    "shared": labels.VERMILION,
+    "random": labels.BLACK,
+    "rotated": labels.BLUE,
+    "unshared": labels.BLUE,
+    "low_gain": labels.GREEN,
+    "activations": labels.PINK,
+    "norm_matched": labels.PINK,
+    "principal": labels.ORANGE,
+    "span": labels.SKY,
 }
-_NAMES = {
-    "direction": "singular vectors",
-    "shared": "shared subspace",
-    "random": "random",
-    "rotated": "random, in their span",
-    "low_gain": "of small gain",
-    "activations": "as the stream varies",
-    "norm_matched": "random, scaled to it",
-    "principal": "most of the activations",
-    "span": "in the activations' span",
-    "unshared": "not shared, same gain",
-}
+# The longest names of controls are written on two lines.
+_LONGEST_NAME = 24
 
 
 @checked
 def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
-    """Draw what steering does to the next token: KL against how far the stream moves.
+    """Draw what steering does to the next token, and how far it exceeds controls.
 
-    Lines are means over the directions of a kind, both signs and the prompts; the band
-    of the singular vectors is the 95 % t interval over prompts; an end at or below 0,
-    which few prompts may have, lies below the axis. The dashed line is their KL as the
-    derivative predicts it.
+    Above, the KL against how far the stream moves: means over the directions of a kind,
+    both signs and the prompts; the dashed line is what the derivative predicts for the
+    singular vectors. Below, the KL of the singular vectors minus that of each control,
+    with the 95 % paired t interval over prompts: an interval above 0 says that the
+    singular vectors do more. The lower axis is linear near 0.
 
     Args:
         result: what `directions.steer` returned.
-        ax: where to draw; a new figure by default.
+        ax: where to draw the upper panel alone; a new figure with both by default.
 
-    Returns the Axes; its lines are the prediction, and then each kind.
+    Returns the Axes of the upper panel; its lines are the prediction, and then each
+    kind.
 
     Example:
         >>> directions = tlc.directions.directions_of(trace, layer=1, k=2)
@@ -56,47 +56,66 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         >>> tlc.plots.plot_steering(result).get_xlabel()
         'ε, move of the stream as a share of its length'
     """
-    ax = ax or labels.new_figure(6.4, 4.8).subplots()
+    differences = None
     table = result.to_dataframe()
+    n_prompts = len(result.prompts)
+    controls = table[table["kind"] != "direction"]
+    if ax is None:
+        figure = labels.new_figure(6.4, 6.0)
+        ax = figure.subplots()
+        # One prompt has no interval.
+        if len(controls) and n_prompts > 1:
+            ax.remove()
+            ax, differences = figure.subplots(2, 1, height_ratios=[1.3, 1])
     own = table[table["kind"] == "direction"]
     dashed = labels.NULL_LINE | {"color": _COLORS["direction"]}
     ax.plot(own["scale"], own["predicted_kl"], label="predicted", **dashed)
-    # Where the logarithmic axis ends, a little below the smallest mean. An end of an
-    # interval at or below 0 has no logarithm and is put there.
-    smallest = float(table["kl"].clip(lower=1e-12).min()) / 3
-    ax.fill_between(
-        own["scale"],
-        own["kl_low"].clip(lower=smallest),
-        own["kl_high"],
-        color=_COLORS["direction"],
-        alpha=0.15,
-        linewidth=0,
-    )
     for kind, kind_rows in table.groupby("kind", sort=False):
-        ax.plot(
-            kind_rows["scale"],
-            kind_rows["kl"],
-            marker="o",
-            markersize=3,
-            color=_COLORS[str(kind)],
-            label=_NAMES[str(kind)],
-        )
+        look = labels.marked(_COLORS[str(kind)])
+        name = CONTROLS[str(kind)]
+        ax.plot(kind_rows["scale"], kind_rows["kl"], label=name, **look)
     ax.set(xscale="log", yscale="log")
-    ax.set_ylim(bottom=smallest)
     ax.set_xticks(result.scales, [f"{scale:g}" for scale in result.scales])
     # Minor ticks of a logarithmic axis would name scales that were not measured.
-    ax.xaxis.set_minor_locator(NullLocator())
+    ax.minorticks_off()
     ax.set(
         xlabel="ε, move of the stream as a share of its length",
         ylabel="KL of the next token (nats)",
     )
-    n_prompts = len(result.prompts)
-    subject = f"Steering · {n_prompts} prompt{'s' * (n_prompts > 1)}"
-    labels.entitle(ax, _heading(subject, result.provenance))
     labels.plain_legend(
-        ax, **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 3}
+        ax, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small"
     )
+    if differences is not None:
+        _draw_differences(differences, controls)
+    subject = f"What steering does · {n_prompts} prompt{'s' * (n_prompts > 1)}"
+    title = _heading(subject, result.provenance)
+    drawn = None if differences is None else ax.get_figure(root=True)
+    labels.entitle(drawn or ax, title)
     return ax
+
+
+def _draw_differences(ax: Axes, controls: "pandas.DataFrame") -> None:
+    """Draw KL of the singular vectors minus that of each control, with intervals."""
+    scales = sorted(controls["scale"].unique())
+    groups = list(controls.groupby("kind", sort=False))
+    # Controls stand side by side at each scale.
+    shifts = np.linspace(-0.3, 0.3, len(groups)) if len(groups) > 1 else [0.0]
+    for shift, (kind, rows) in zip(shifts, groups, strict=True):
+        places = np.array([scales.index(scale) for scale in rows["scale"]]) + shift
+        low = rows["direction_less_this_low"]
+        high = rows["direction_less_this_high"]
+        look = labels.marked(_COLORS[str(kind)])
+        ax.vlines(places, low, high, color=look["color"], linewidth=1.2)
+        ax.plot(places, rows["direction_less_this"], linestyle="", **look)
+    ax.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+    columns = ["direction_less_this_low", "direction_less_this_high"]
+    # Linear near 0, as intervals cross it, where a logarithm has no place. A decade and
+    # a half are logarithmic: ticks of more would lie on each other.
+    linear = float(controls[columns].abs().max(axis=None)) / 30 or 1.0
+    ax.set_yscale("symlog", linthresh=linear)
+    ax.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=linear))
+    ax.set_xticks(range(len(scales)), [f"{scale:g}" for scale in scales])
+    ax.set(xlabel="ε", ylabel="KL, singular vectors\nminus control [95 %]")
 
 
 @checked
@@ -129,7 +148,7 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
         drawn = draw_means[kinds == kind]
         # The subspace itself is no draw: a single dot would lie under its own mean.
         if len(drawn) > 1:
-            ax.plot(drawn, np.full(len(drawn), row), "o", color="0.75", markersize=3)
+            ax.plot(drawn, np.full(len(drawn), row), "o", color="0.75", markersize=4)
         ax.plot(
             [line["low"], line["high"]], [row, row], color=_COLORS[kind], linewidth=2
         )
@@ -145,7 +164,8 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
             annotation_clip=False,
         )
     ax.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    ax.set_yticks(range(len(table)), [_NAMES[kind] for kind in table["kind"]])
+    names = [fill(CONTROLS[kind], _LONGEST_NAME) for kind in table["kind"]]
+    ax.set_yticks(range(len(table)), names)
     # The first row of the table stands on top.
     ax.invert_yaxis()
     ax.set(xlabel="change in loss (nats per token)")
@@ -181,11 +201,14 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
     # The band is of both sides and all draws together: random frames know no side.
     null = result.null_eigenvalues.flatten(0, 1).cpu().numpy()
     ax.fill_between(
-        places, null.min(0), null.max(0), color="0.75", linewidth=0, label="random"
+        places, null.min(0), null.max(0), color="0.75", linewidth=0, label=RANDOM_FRAMES
     )
-    for side, name, color in ((1, "written", "C3"), (0, "read", "C0")):
+    for side, name, color in (
+        (1, "written", labels.VERMILION),
+        (0, "read", labels.BLUE),
+    ):
         values = result.eigenvalues[side].cpu().numpy()
-        ax.plot(places, values, marker="o", color=color, label=name)
+        ax.plot(places, values, label=name, **labels.marked(color))
     ax.set(
         xlabel="direction, the most shared first", ylabel="share of blocks and prompts"
     )
@@ -210,4 +233,4 @@ def _stability(result: Subspace) -> list[str]:
 
 
 def _heading(subject: str, provenance: dict[str, object]) -> str:
-    return f"{subject} · {labels.short_path(str(provenance.get('model')))}"
+    return f"{subject}\n{labels.short_path(str(provenance.get('model')))}"

@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.arguments import checked
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_MATRIX, TURNED_BLOCKS
 
 # More planes side by side would be too small to tell the block from the grey dots.
 _MOST_PLANES = 4
@@ -24,7 +25,8 @@ def plot_products(
 
     The picture shows whether the blocks amplify the same directions: the line of log σ₁
     then leaves the band of its colour, in which 95 % of products of conjugated blocks
-    lie at all depths, and the participation ratio lies below the dashed line, their mean.
+    lie at all depths, and the participation ratio lies below its band, the middle 95 %
+    of them at each depth. Dashed lines are means of conjugated blocks.
 
     Args:
         results: one result, or several by name, such as a model and its untrained twin.
@@ -39,30 +41,22 @@ def plot_products(
         >>> fig = tlc.plots.plot_products(tlc.dynamics.products(trace))
     """
     results_by_name = labels.named(results, Products)
-    fig = fig or labels.new_figure(8.4, 4.6)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 4.4)
     largest, ratio = fig.subplots(1, 2)
     for name, result, color in labels.assign_colors(results_by_name):
-        low, high = result.null_band.unbind(-1)
+        look = labels.marked(color, len(result.layers))
+        largest.plot(result.layers, result.log_largest, label=name, **look)
+        ratio.plot(result.layers, result.participation_ratio, label=name, **look)
         # `[draw layer]`.
-        null_ratio = result.null_participation_ratio.mean(0)
-        largest.plot(result.layers, result.log_largest, color=color, label=name)
-        largest.fill_between(
-            result.layers,
-            low,
-            high,
-            color=color,
-            alpha=0.25,
-            linewidth=0,
-            label=f"{name}, blocks turned at random",
-        )
-        ratio.plot(result.layers, result.participation_ratio, color=color, label=name)
-        ratio.plot(
-            result.layers,
-            null_ratio,
-            color=color,
-            linestyle="--",
-            label=f"{name}, blocks turned at random",
-        )
+        null_ratio = result.null_participation_ratio.numpy()
+        ends = np.quantile(null_ratio, (0.025, 0.975), axis=0)
+        _draw_null(largest, name, result.layers, result.null_log_largest.mean(0), color)
+        _draw_null(ratio, name, result.layers, null_ratio.mean(0), color)
+        band = labels.NULL_BAND | {"color": color, "label": f"{name}, {TURNED_BLOCKS}"}
+        largest.fill_between(result.layers, *result.null_band.unbind(-1), **band)
+        ratio.fill_between(result.layers, *ends, **band)
+    # A grey entry of the legend stands for the dashed lines of all results.
+    largest.plot([], [], label="their mean", **labels.NULL_LINE)
     ratio.set_yscale("log")
     largest.set_ylabel("log σ₁ of the product")
     ratio.set_ylabel("participation ratio of the product")
@@ -73,8 +67,25 @@ def plot_products(
     labels.plain_legend(
         fig, handles, names, loc="outside lower center", ncols=2, fontsize="small"
     )
-    labels.entitle(fig, _heading("Products of blocks", results_by_name))
+    labels.entitle(fig, _heading(_gains(results_by_name), results_by_name))
     return fig
+
+
+def _draw_null(
+    ax: Axes, name: str, layers: Sequence[int], mean: Any, color: str
+) -> None:
+    """Draw the mean of products of blocks turned at random."""
+    look = labels.NULL_LINE | {"color": color, "label": f"_{name}, mean of random"}
+    ax.plot(layers, mean, **look)
+
+
+def _gains(results_by_name: Mapping[str, Products]) -> str:
+    """Say by how much log σ₁ of all blocks exceeds its null."""
+    gains = [
+        f"{name} {float(result.alignment_gain[-1]):+.2f}"
+        for name, result in results_by_name.items()
+    ]
+    return f"log σ₁ of all blocks, above {TURNED_BLOCKS}: {', '.join(gains)}"
 
 
 @checked
@@ -91,7 +102,7 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     Example:
         >>> fig = tlc.plots.plot_product_map(tlc.dynamics.product_map(trace))
     """
-    fig = fig or labels.new_figure(8.4, 3.8)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 3.6)
     panels = fig.subplots(1, 2)
     gain = result.alignment_gain.numpy()
     # Centred on 0: white is what blocks turned at random would amplify. Runs that do
@@ -108,8 +119,8 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     for ax, (values, words, colors) in zip(panels, images, strict=True):
         image = ax.imshow(values, origin="lower", **colors)
         fig.colorbar(image, ax=ax, label=f"{words} (nats)")
-        labels.name_ticks(ax.xaxis, result.layers, labels.MAX_LAYER_TICKS)
-        labels.name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS)
+        labels.name_ticks(ax.xaxis, result.layers, labels.MAX_LAYER_TICKS // 2)
+        labels.name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS // 2)
         ax.set(xlabel="first block", ylabel="last block")
     labels.entitle(
         fig,
@@ -128,7 +139,8 @@ def plot_eigenvalues(
     """Draw eigenvalues of blocks in the complex plane, and their Henrici numbers.
 
     Grey dots are a random matrix with the block's singular values: what lies where no
-    grey lies is not a matter of the singular values.
+    grey lies is not a matter of the singular values. Dashed lines are means over such
+    matrices, bands their middle 95 %.
 
     Args:
         results: one result, or several by name; the planes are of the first.
@@ -149,26 +161,39 @@ def plot_eigenvalues(
     first = next(iter(results_by_name.values()))
     plane_layers = _planes(first, layers)
     n_planes = len(plane_layers)
-    fig = fig or labels.new_figure(2.3 * n_planes + 3.4, 3.2)
-    *planes, departures = fig.subplots(
-        1, n_planes + 1, width_ratios=[1] * n_planes + [1.4]
-    )
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 5.2)
+    grid = fig.add_gridspec(2, n_planes, height_ratios=[1, 1.2])
+    planes = [fig.add_subplot(grid[0, place]) for place in range(n_planes)]
+    departures = fig.add_subplot(grid[1, :])
     for ax, layer in zip(planes, plane_layers, strict=True):
         _draw_plane(ax, first, layer)
     planes[0].set_ylabel("imaginary part")
-    labels.plain_legend(planes[0], **labels.ABOVE | {"bbox_to_anchor": (0, 1.08)})
     for name, result, color in labels.assign_colors(results_by_name):
-        departures.plot(result.layers, result.henrici, color=color, label=name)
-        departures.plot(
-            result.layers,
-            result.null_henrici.mean(0),
-            color=color,
-            linestyle="--",
-            label=f"{name}, same singular values",
+        look = labels.marked(color, len(result.layers))
+        departures.plot(result.layers, result.henrici, label=name, **look)
+        null = result.null_henrici.numpy()
+        dashed = labels.NULL_LINE | {
+            "color": color,
+            "label": f"{name}, {RANDOM_MATRIX}",
+        }
+        departures.plot(result.layers, null.mean(0), **dashed)
+        ends = np.quantile(null, (0.025, 0.975), axis=0)
+        departures.fill_between(
+            result.layers, *ends, **labels.NULL_BAND | {"color": color}
         )
     departures.set(xlabel="layer", ylabel="departure from normality", ylim=(0, 1))
     departures.xaxis.set_major_locator(MaxNLocator(integer=True))
-    labels.plain_legend(departures, loc="lower right", fontsize="small")
+    # One legend below: that of the dots and that of the lines.
+    handles, names = planes[0].get_legend_handles_labels()
+    lines, line_names = departures.get_legend_handles_labels()
+    labels.plain_legend(
+        fig,
+        handles + lines,
+        names + line_names,
+        loc="outside lower center",
+        ncols=2,
+        fontsize="small",
+    )
     labels.entitle(fig, _heading("Eigenvalues of blocks", results_by_name))
     return fig
 
@@ -195,8 +220,8 @@ def _draw_plane(ax: Axes, result: Eigenvalues, layer: int) -> None:
     dots: dict[str, Any] = {"s": 5, "linewidth": 0}
     # The random matrix first, so that the block's eigenvalues lie on top.
     for values, color, name in (
-        (result.null_values[row], "0.7", "same singular values"),
-        (result.values[row], "C0", "block"),
+        (result.null_values[row], "0.7", RANDOM_MATRIX),
+        (result.values[row], labels.BLUE, "block"),
     ):
         ax.scatter(values.real, values.imag, color=color, label=name, **dots)
     ax.set_title(f"layer {layer}", fontsize="medium")

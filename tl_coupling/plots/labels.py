@@ -16,18 +16,49 @@ from matplotlib.axis import Axis
 from matplotlib.colors import Colormap
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox, IdentityTransform
 from numpy.typing import ArrayLike
 
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import plain
 from tl_coupling.measures import AnyMeasure, measure_named
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.spectra import check_k
 
+# The widest that a figure may be, in inches: pages show it at 736 pixels, where letters
+# of 8 points are then 11 pixels high.
+PAGE_WIDTH = 7.4
+# Okabe and Ito's colours, which colour-blind readers tell apart too, but yellow, which
+# is lost on white. Each has a marker, for those who see or print no colours.
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+PINK = "#CC79A7"
+SKY = "#56B4E9"
+BLACK = "#000000"
+MARKERS = {
+    BLUE: "o",
+    VERMILION: "s",
+    GREEN: "D",
+    ORANGE: "^",
+    PINK: "v",
+    SKY: "P",
+    BLACK: "X",
+}
+COLORS = tuple(MARKERS)
+_TRAINED_COLORS = (BLUE, GREEN, SKY, BLACK)
+_UNTRAINED_COLORS = (VERMILION, ORANGE, PINK)
 # One look per meaning; `assign_colors` has those of trained and untrained models.
+TRAINED = BLUE
+UNTRAINED = VERMILION
 UNDEFINED = "0.8"
 NULL_LINE: dict[str, Any] = {"color": "0.4", "linestyle": "--", "linewidth": 1}
+# Where 95 % of random results lie.
+NULL_BAND: dict[str, Any] = {"color": "0.4", "alpha": 0.2, "linewidth": 0}
 # Legends beside the axes: no corner of a curve or a scatter is always free.
 ABOVE: dict[str, Any] = {
     "loc": "lower left",
@@ -60,8 +91,6 @@ _PAPER: Any = {
     "ytick.major.size": 2,
     "lines.linewidth": 0.8,
     "lines.markersize": 3,
-    # Type 3 fonts are refused by some publishers.
-    "pdf.fonttype": 42,
     "savefig.dpi": 300,
 }
 
@@ -91,7 +120,16 @@ def _surrounded(**changes: Any) -> Iterator[None]:
 
 
 class Picture(Figure):
-    """A figure that pyplot shows, and that a notebook shows once."""
+    """A figure that pyplot shows, that a notebook shows once, and whose letters stay
+    text in a PDF.
+    """
+
+    def savefig(self, fname: Any, **options: Any) -> None:
+        """Save the figure, as matplotlib does."""
+        # Type 3 fonts, the default, are refused by some publishers. The setting is read
+        # when a figure is saved.
+        with matplotlib.rc_context({"pdf.fonttype": 42, "ps.fonttype": 42}):
+            super().savefig(fname, **options)
 
     def _ipython_display_(self) -> None:
         # The inline backend shows what is still open when a cell has run: it would show
@@ -102,6 +140,58 @@ class Picture(Figure):
             pyplot.close(self)
         # Tells IPython to display it like any other figure.
         raise NotImplementedError
+
+
+class Title(Text):
+    """A title whose first line says what is seen; the others, small and grey, of what.
+
+    It is one text, which `set_title` and `suptitle` replace as a whole. Renderers have
+    no type in common.
+    """
+
+    _SMALL = "x-small"
+
+    def _parts(self, renderer: Any) -> list[Text]:
+        """Return both parts as texts, each where it stands."""
+        first, _, rest = self.get_text().partition("\n")
+        place = self.get_transform().transform(self.get_unitless_position())
+        look: dict[str, Any] = {
+            "transform": IdentityTransform(),
+            "ha": self.get_horizontalalignment(),
+            "parse_math": False,
+            "figure": self.get_figure(root=True),
+            "va": "bottom",
+        }
+        x, y = place
+        small = Text(x, y, rest, fontsize=self._SMALL, color="0.35", **look)
+        font = self.get_fontproperties()
+        large = Text(x, y, first, fontproperties=font, **look)
+        small_height = small.get_window_extent(renderer).height
+        large_height = large.get_window_extent(renderer).height
+        gap = 0.1 * large_height
+        bottom = y
+        # Titles of figures hang from their place, those of Axes stand on it.
+        if self.get_verticalalignment() == "top":
+            bottom -= small_height + gap + large_height
+        small.set_y(bottom)
+        large.set_y(bottom + small_height + gap)
+        return [large, small]
+
+    def draw(self, renderer: Any, *arguments: Any, **options: Any) -> None:
+        """Draw both parts."""
+        if "\n" not in self.get_text() or not self.get_visible():
+            super().draw(renderer, *arguments, **options)
+            return
+        for part in self._parts(renderer):
+            part.draw(renderer, *arguments, **options)
+        self.stale = False
+
+    def get_window_extent(self, renderer: Any = None, dpi: float | None = None) -> Bbox:
+        """Return the box around both parts."""
+        if "\n" not in self.get_text() or not self.get_visible():
+            return super().get_window_extent(renderer, dpi)
+        parts = self._parts(renderer)
+        return Bbox.union([part.get_window_extent(renderer) for part in parts])
 
 
 @contextmanager
@@ -150,8 +240,8 @@ def new_figure(
         # The proportions stay those for which the picture was laid out.
         width, height = paper_width, height * paper_width / width
     if off_screen:
-        # A bare Figure is not registered with pyplot: it is freed when it is forgotten.
-        return Figure(figsize=(width, height), layout=layout)
+        # Made without pyplot, it is freed when it is forgotten.
+        return Picture(figsize=(width, height), layout=layout)
     from matplotlib import pyplot
 
     return pyplot.figure(figsize=(width, height), layout=layout, FigureClass=Picture)
@@ -209,17 +299,38 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
 def assign_colors(results: Mapping[str, _Result]) -> Iterator[tuple[str, _Result, str]]:
     """Yield name, result and colour.
 
-    The first trained result is blue (C0), the first untrained one orange (C1).
+    The first trained result is blue, the first untrained one vermilion.
     """
-    # How many trained and untrained results came so far. Trained ones have the even
-    # colours of matplotlib's cycle of ten, untrained ones the odd.
-    count = [0, 0]
+    n_trained = n_untrained = 0
     for name, result in results.items():
-        untrained = name == "untrained" or bool(
-            getattr(result, "provenance", {}).get("untrained")
-        )
-        yield name, result, f"C{(2 * count[untrained] + untrained) % 10}"
-        count[untrained] += 1
+        provenance = getattr(result, "provenance", {})
+        if name == "untrained" or provenance.get("untrained"):
+            yield name, result, _UNTRAINED_COLORS[n_untrained % len(_UNTRAINED_COLORS)]
+            n_untrained += 1
+        else:
+            yield name, result, _TRAINED_COLORS[n_trained % len(_TRAINED_COLORS)]
+            n_trained += 1
+
+
+def marked(color: str, n_points: int = 0) -> dict[str, Any]:
+    """Return options of a line of this colour with its marker.
+
+    Of many points about twelve have one.
+    """
+    return {
+        "color": color,
+        "marker": MARKERS[color],
+        "markersize": 3.5,
+        "markevery": max(1, n_points // 12),
+    }
+
+
+def numbered_look(number: int) -> dict[str, Any]:
+    """Return colour and marker of one of many: no two of the first 49 are the same."""
+    rounds, place = divmod(number, len(COLORS))
+    color = COLORS[place]
+    marker = MARKERS[COLORS[(place + rounds) % len(COLORS)]]
+    return {"color": color, "marker": marker}
 
 
 def one_null(nulls: ArrayLike) -> float | None:
@@ -240,20 +351,36 @@ def draw_null(line: Callable[..., object], nulls: ArrayLike) -> bool:
     `line` is `ax.axhline` or `ax.axvline`.
     """
     if (null := one_null(nulls)) is not None:
-        line(null, label=f"random subspaces, {null:.3f}", **NULL_LINE)
+        line(null, label=f"{RANDOM_SUBSPACES}, {null:.3f}", **NULL_LINE)
     return null is not None
 
 
-def mark_null(bar: Axes, null: float) -> None:
+def mark_null(bar: Axes, null: float, *, is_upright: bool = True) -> None:
     """Draw a line across a colour bar that is seen on every colour."""
+    line = bar.axhline if is_upright else bar.axvline
     # Black on a wider white line is seen on the darkest and on the brightest colour.
     for color, linewidth in (("white", 3), ("black", 1)):
-        bar.axhline(null, color=color, linewidth=linewidth)
+        line(null, color=color, linewidth=linewidth)
 
 
-def mark_and_name_null(bar: Axes, null: float) -> None:
-    """Draw the line of `mark_null`, and write what it is beside it."""
-    mark_null(bar, null)
+def mark_and_name_null(bar: Axes, null: float, *, is_upright: bool = True) -> None:
+    """Draw the line of `mark_null`, and write what it is beside it.
+
+    "null" is what random subspaces, or other random results, give: the picture's title
+    or its caption says which.
+    """
+    mark_null(bar, null, is_upright=is_upright)
+    if not is_upright:
+        bar.text(
+            null,
+            1.1,
+            "null ▾",
+            transform=bar.get_xaxis_transform(),
+            ha="center",
+            va="bottom",
+            fontsize="small",
+        )
+        return
     bar.text(
         -0.2,
         null,
@@ -319,19 +446,26 @@ def map_heading(maps: Sequence[CouplingMap], k: int | None = None) -> str:
         parts.append("V′JU")
     if k is not None:
         parts.append(f"k = {k}")
+    subject = " · ".join(parts)
     if first.kind == "context":
-        parts += _fixed_end(maps)
+        subject = "\n".join([subject, *_fixed_end(maps)])
     provenances = [result.provenance for result in maps]
     numbers_of_prompts = {getattr(result, "n_prompts", 1) for result in maps}
     if max(numbers_of_prompts) > 1:
         if len(numbers_of_prompts) == 1:
-            parts.append(f"mean over {numbers_of_prompts.pop()} prompts")
+            subject += f"\nmean over {numbers_of_prompts.pop()} prompts"
         # One prompt of many would be no title for their mean.
         no_prompt = {"prompt": None, "image": None}
         provenances = [provenance | no_prompt for provenance in provenances]
-        return heading(" · ".join(parts), provenances)
+        return heading(subject, provenances)
     positions = [result.row_positions[0] for result in maps if result.kind == "depth"]
-    return heading(" · ".join(parts), provenances, positions)
+    return heading(subject, provenances, positions)
+
+
+def with_numbers(title: str, numbers: str) -> str:
+    """Return a title whose first line ends with these numbers."""
+    subject, *rest = title.split("\n")
+    return "\n".join([f"{subject} · {numbers}", *rest])
 
 
 def _fixed_end(maps: Sequence[CouplingMap]) -> list[str]:
@@ -377,7 +511,9 @@ def heading(
     }
     if len(tokens) == 1:
         places.append(f"token {tokens.pop()}")
-    return "\n".join(filter(None, (subject, model, " · ".join(places))))
+    return "\n".join(
+        filter(None, (subject, " · ".join(filter(None, (model, *places)))))
+    )
 
 
 def short_path(model: str) -> str:
@@ -405,11 +541,42 @@ def short_names(models: Sequence[str]) -> list[str]:
 
 
 def entitle(drawn: Axes | Figure, text: str) -> None:
-    """Set a title that is not read as mathematics; none in the style of papers."""
+    """Set a `Title` that is not read as mathematics; none in the style of papers.
+
+    Its first line is what is seen. What it is of follows in one line, or as many as it
+    takes.
+    """
     if _SURROUNDINGS.get().paper_width is not None:
         return
+    first, *rest = plain(text).split("\n")
+    # Of characters of 10 points an inch has about thirteen, of 7 points eighteen. What
+    # has no room in the first line goes on below.
+    width = _width(drawn)
+    head = first.split(" · ")
+    while len(head) > 1 and len(" · ".join(head)) > 13 * width:
+        rest.insert(0, head.pop())
+    lines = [" · ".join(head)]
+    room = int(18 * width)
+    for part in " · ".join(rest).split(" · "):
+        if len(lines) > 1 and len(lines[-1]) + len(part) + 3 <= room:
+            lines[-1] += f" · {part}"
+        elif part:
+            lines.append(part)
     set_title = drawn.set_title if isinstance(drawn, Axes) else drawn.suptitle
-    set_title(plain(text), fontsize="medium", parse_math=False)
+    title = set_title("\n".join(lines), fontsize="medium", parse_math=False)
+    # Matplotlib makes the text of a title itself.
+    title.__class__ = Title
+
+
+def _width(drawn: Axes | Figure) -> float:
+    """Return the inches that a title may take."""
+    if isinstance(drawn, Figure):
+        return float(drawn.get_figwidth())
+    figure = drawn.get_figure(root=True)
+    assert figure is not None
+    width = float(figure.get_figwidth())
+    is_alone = len(figure.axes) == 1
+    return 0.95 * width if is_alone else drawn.get_position().width * width
 
 
 def escape_dollars(name: str) -> str:

@@ -19,6 +19,8 @@ _Maps = CouplingMap | Mapping[str, CouplingMap]
 _MAX_ARC_WIDTH = 4.0
 # More arcs than these hide each other.
 _MOST_ARCS = 20
+# A mean over so small a share of the pairs that neighbours are varies most.
+_FEW_PAIRS = 0.1
 # The palest shades of the map are lost on white.
 _ARC_COLORS = ListedColormap(colormaps["Blues"](np.linspace(0.15, 1, 256)))
 
@@ -111,7 +113,7 @@ def weighted_pairs(
     # Each pair once, without the diagonal.
     below = np.argwhere(np.tri(len(layers), k=-1)).tolist()
     return sorted(
-        (weights[i, j], layers[j], layers[i])
+        (float(weights[i, j]), layers[j], layers[i])
         for i, j in below
         if not np.isnan(weights[i, j])
     )
@@ -178,8 +180,10 @@ def plot_locality(
     There is one line for each result.
 
     Shows how fast coupling fades with distance; the dashed line is what random
-    subspaces would give. `results` are maps of kind "depth" by name, or one; k is by
-    default what all of them hold.
+    subspaces would give. A point is a mean over pairs, fewer the larger the distance is:
+    where it is of a tenth of the pairs that neighbours are, or fewer, it is faded.
+    `results` are maps of kind "depth" by name, or one; k is by default what all of them
+    hold.
 
     Returns the Axes; its lines are the results in their order, then the null. Raises
     ValueError for no map, a map of tokens, and a k that is out of range, or not given
@@ -200,24 +204,27 @@ def plot_locality(
         # A selection of layers may have no pair at some distance: the line goes on to
         # the next.
         distance = 1 + np.flatnonzero(~np.isnan(profile[1:]))
-        ax.plot(
-            distance,
-            profile[distance],
-            color=color,
-            marker="o",
-            markersize=3,
-            label=name,
-        )
+        look = labels.marked(color)
+        is_faded = _pairs_at(result, distance) <= _FEW_PAIRS * _pairs_at(result, 1)
+        if is_faded.any():
+            ax.plot(distance, profile[distance], label="_faded", alpha=0.3, **look)
+        kept = distance[~is_faded]
+        ax.plot(kept, profile[kept], label=name, **look)
     # The null of this measure depends on k alone: one line for all maps.
     labels.draw_null(ax.axhline, random_subspace_null(k))
     ax.set(
         ylim=(0, None),
-        # The means at the far end are of few pairs, and so vary most.
-        xlabel="distance |l − l′| in layers (fewer pairs the further)",
+        xlabel="distance |l − l′| in layers",
         ylabel=f"mean {labels.measure_label('coupling', k)}",
     )
     labels.finish_lines(ax, labels.map_heading(list(maps.values()), k))
     return ax
+
+
+def _pairs_at(result: CouplingMap, distance: np.ndarray | int) -> np.ndarray:
+    """Count the pairs of layers that are that far apart."""
+    distances = np.abs(np.subtract.outer(result.row_layers, result.col_layers))
+    return (distances[..., None] == distance).sum((0, 1))
 
 
 @checked

@@ -17,13 +17,16 @@ from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.influence import Influence, InfluenceMeasure
 from tl_coupling.measures import AnyMeasure, Sides, measure_named
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.trajectories import ResidualAlignment
 
 _Influences = Influence | Mapping[str, Influence]
 # Of a map of many places, how many are drawn as matrices; and how large.
 _MOST_PLACES = 5
 _LARGEST_PANEL = 20
-_WIDEST = 9.0
+# Of two maps side by side, each has half of the page.
+_MOST_LAYERS_OF_TWO = 8
+_MOST_TOKENS_OF_TWO = 14
 # Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -87,43 +90,45 @@ def plot_coupling(
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)
-    # In inches.
-    side = 6.4
-    if result.kind != "depth":
-        # Every token has a name, which takes room.
-        n_most = max(result.matrices.shape[:2])
-        side = min(12.0, max(6.4, 2.5 + 0.2 * n_most))
-    axes = [ax] if ax is not None else _side_by_side(len(shown), side)
     k = result.k if k is None else k
+    null = result.null(k, measure, **options)
+    axes = [ax] if ax is not None else _side_by_side(len(shown))
     for drawn, (role, role_map) in zip(axes, shown.items(), strict=True):
         values = _mask_own_pairs(role_map, k, measure, options)
         image = drawn.imshow(values, vmin=low, vmax=high, cmap=colors)
-        _name_sides(drawn, role_map)
+        _name_sides(drawn, role_map, n_maps=len(shown))
         title = labels.map_heading([role_map], k)
-        if untrained is not None:
-            mean = role_map.mean(k, measure, **options)
-            title = f"{role}: mean {mean:.3f}"
+        # A map of own pairs alone has no mean.
+        if not bool(role_map.own_pairs().all()):
+            mean = float(role_map.mean(k, measure, **options))
+            if untrained is not None:
+                title = f"{role}: mean {mean:.3f}"
+            else:
+                means = f"mean {mean:.3f}, {RANDOM_SUBSPACES} {null:.3f}"
+                title = labels.with_numbers(title, means)
         labels.entitle(drawn, title)
     figure: Any = axes[0].figure
     if untrained is not None:
         # Rows are named once, on the left.
         axes[1].set_ylabel("")
-        labels.entitle(figure, labels.map_heading([result], k))
+        axes[1].tick_params(labelleft=False)
+        title = labels.map_heading([result], k)
+        title = labels.with_numbers(title, f"{RANDOM_SUBSPACES} {null:.3f}")
+        labels.entitle(figure, title)
     name = labels.short_measure(measure)
     if options:
         name = labels.measure_label(measure, k, **options)
     bar = figure.colorbar(image, ax=axes, label=name).ax
     # A null off the scale has no mark: at the edge it would look like a value.
-    null = result.null(k, measure, **options)
     if low <= null <= high:
         labels.mark_and_name_null(bar, null)
     return axes[0]
 
 
-def _side_by_side(n: int, side: float) -> list[Axes]:
-    """Return so many Axes beside each other, in a new figure."""
-    width = side if n == 1 else 0.8 * side * n + 1.2
-    figure = labels.new_figure(width, 0.9 * side, "compressed")
+def _side_by_side(n: int) -> list[Axes]:
+    """Return one or two Axes beside each other, in a new figure of a page's width."""
+    width, height = (6.4, 5.8) if n == 1 else (labels.PAGE_WIDTH, 4.2)
+    figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 
 
@@ -242,19 +247,20 @@ def plot_coupling_matrices(
     largest_k = labels.common_k(list(grids.values()), k)
     k = min(_LARGEST_PANEL, largest_k) if k is None else k
     panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
-    side = min(6.4, max(4.0, 1.1 * len(places)))
-    fig = fig or labels.new_figure(side * len(grids) + 1.2, side + 0.6, "compressed")
+    width, height = (6.4, 5.8) if untrained is None else (labels.PAGE_WIDTH, 4.4)
+    fig = fig or labels.new_figure(width, height, "compressed")
     axes = fig.subplots(1, len(grids), squeeze=False)[0]
     for ax, (name, grid), panel in zip(axes, grids.items(), panels, strict=True):
         # Centred on 0: A has both signs.
         image, centres = _draw_mosaic(ax, panel, Normalize(-vmax, vmax), "RdBu_r")
-        _name_sides(ax, grid, places, centres)
+        _name_sides(ax, grid, places, centres, n_maps=len(grids))
         title = labels.map_heading([grid], k)
         if untrained is not None:
             title = "trained" if name == "result" else name
         labels.entitle(ax, title)
     if untrained is not None:
         axes[1].set_ylabel("")
+        axes[1].tick_params(labelleft=False)
         labels.entitle(fig, labels.map_heading([result], k))
     # Divided by σ_1, no entry of A is above 1.
     extend = "both" if vmax < 1 else "neither"
@@ -350,8 +356,9 @@ def plot_influence(
         for name, result in panels.items()
     }
     n_sources = max(len(result.source_positions) for result in panels.values())
-    width = min((_WIDEST - 1) / len(panels), max(3.0, 1.2 + 0.22 * n_sources))
-    fig = fig or labels.new_figure(width * len(panels) + 1, 5.6)
+    widest = (labels.PAGE_WIDTH - 1.2) / len(panels)
+    width = min(widest, max(3.0, 1.2 + 0.22 * n_sources))
+    fig = fig or labels.new_figure(width * len(panels) + 1.2, 5.4)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
     positive = np.concatenate(
         [value[np.isfinite(value) & (value > 0)] for value in values.values()]
@@ -424,6 +431,7 @@ def _name_sides(
     result: CouplingMap,
     drawn_places: Sequence[int] | None = None,
     centres: np.ndarray | None = None,
+    n_maps: int = 1,
 ) -> None:
     """Say what rows and columns are, with a tick for each place that is drawn.
 
@@ -439,25 +447,26 @@ def _name_sides(
         connection = free_ends.get(fixed, "token")
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
-    ax.set_ylabel(f"whose Jacobian ({connection}{row_layer})")
-    ax.set_xlabel(f"whose singular vectors ({connection}{column_layer})")
+    # Half of a page has no room for them in one line.
+    gap = " " if is_depth or n_maps == 1 else "\n"
+    ax.set_ylabel(f"whose Jacobian{gap}({connection}{row_layer})")
+    ax.set_xlabel(f"whose singular vectors{gap}({connection}{column_layer})")
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:
             names: list[Any] = list(places)
-            max_ticks = labels.MAX_LAYER_TICKS
+            max_ticks = labels.MAX_LAYER_TICKS if n_maps == 1 else _MOST_LAYERS_OF_TWO
         else:
             names = [labels.token_name(result.provenance, place) for place in places]
-            max_ticks = labels.MAX_TOKEN_TICKS
+            max_ticks = labels.MAX_TOKEN_TICKS if n_maps == 1 else _MOST_TOKENS_OF_TWO
         if drawn_places:
             max_ticks = len(names)
         options: dict[str, Any] = {}
         # Words side by side would overlap; numbers of layers do not.
         if not is_depth and axis is ax.xaxis:
             options["rotation"] = 90
-        if not is_depth and len(names) > labels.MAX_TOKEN_TICKS:
-            # Fewer words, larger: they are read on a telephone, too.
-            options["fontsize"] = "large"
+        if not is_depth:
+            options["fontsize"] = "small"
         labels.name_ticks(axis, names, max_ticks, centres, **options)
 
 

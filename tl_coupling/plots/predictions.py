@@ -17,7 +17,7 @@ from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResu
 
 # Further down than usual: the label of the axis lies between.
 _BELOW = labels.BELOW | {"borderaxespad": 4}
-_MARKERS = "osD^v"
+_MARKERS = tuple(labels.MARKERS.values())
 
 _Part = TypeVar("_Part")
 _Linear = Linearisation | TrajectoryResult
@@ -65,7 +65,7 @@ def plot_linearisation(
         >>> fig = tlc.plots.plot_linearisation(tlc.trajectories.linearisation(trace))
     """
     results_by_name = _parts(results, Linearisation, "linearisation")
-    fig = fig or labels.new_figure(8.4, 6.4)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 6.4)
     panels = fig.subplots(2, 2, sharex=True)
     for (errors, cosines), (title, predictions) in zip(
         panels.T, _PREDICTIONS.items(), strict=True
@@ -197,15 +197,7 @@ def _draw_noise(ax: Axes, name: str, result: Perturbation, color: str) -> None:
     label_before = f"{name}, before the first layer"
     label_after = f"{name}, after the last layer"
     ax.plot(scales, means[:, 0], "--", color=color, label=label_before)
-    ax.plot(
-        scales,
-        means[:, -1],
-        "-",
-        color=color,
-        marker="o",
-        markersize=3,
-        label=label_after,
-    )
+    ax.plot(scales, means[:, -1], label=label_after, **labels.marked(color))
     ax.plot(
         np.repeat(scales, samples.shape[1]),
         samples.ravel(),

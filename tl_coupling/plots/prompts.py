@@ -7,6 +7,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.comparisons import PromptCoupling, PromptMeasure
 from tl_coupling.measures import measure_named
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_BASES
 
 _OVERLAPS = {
     "write_overlap": "overlap of write directions",
@@ -29,7 +30,7 @@ def plot_prompt_coupling(
 
     Read off whether the axes are the model's (near 1) or the prompt's (near the dashed
     null, random bases with the same singular values). Thin lines are pairs of prompts,
-    the thick line is their mean. What lies above the untrained twin, drawn in orange,
+    the thick line is their mean. What lies above the untrained twin, in vermilion,
     was learnt: two Jacobians of one random block are alike to some degree, too.
 
     Args:
@@ -54,19 +55,19 @@ def plot_prompt_coupling(
     ax = ax or labels.new_figure(6.4, 4.2).subplots()
     k = result.k if k is None else k
     if untrained is not None:
-        _draw(ax, untrained, k, measure, "C1", "untrained")
+        _draw(ax, untrained, k, measure, labels.UNTRAINED, "untrained")
     name = "mean of pairs" if untrained is None else "trained"
-    _draw(ax, result, k, measure, "C0", name)
+    _draw(ax, result, k, measure, labels.TRAINED, name)
     # Layers have different nulls: random bases get the singular values of the layer.
     nulls = result.null_by_layer(k, measure).numpy()
-    ax.plot(result.layers, nulls, label="random bases", **labels.NULL_LINE)
+    ax.plot(result.layers, nulls, label=RANDOM_BASES, **labels.NULL_LINE)
     ax.set_xlabel("layer")
     ax.set_ylabel(_label(measure))
     ax.set_ylim(bottom=0)
     subject = f"Across {result.n_prompts} prompts · k = {k}"
     title = labels.heading(subject, [result.provenance])
-    legend_place = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    labels.finish_lines(ax, title, **legend_place, fontsize="small")
+    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 3}
+    labels.finish_lines(ax, title, **below)
     return ax
 
 
@@ -125,7 +126,7 @@ def plot_prompt_map(
     ax.set_ylabel("whose Jacobian")
     ax.set_xlabel("whose singular vectors")
     bar = ax.figure.colorbar(image, ax=ax, label=_label(measure)).ax
-    labels.mark_null(bar, null)
+    labels.mark_and_name_null(bar, null)
     k = result.k if k is None else k
     subject = f"Across prompts · {scope} · k = {k}"
     labels.entitle(ax, labels.heading(subject, [result.provenance]))
@@ -146,7 +147,8 @@ def _draw(
     pairs = values[:, ~np.eye(result.n_prompts, dtype=bool)]
     ax.plot(result.layers, pairs, color=color, linewidth=0.5, alpha=0.25)
     mean = result.by_layer(k, measure).detach().cpu().double().numpy()
-    ax.plot(result.layers, mean, color=color, linewidth=2, label=name)
+    look = labels.marked(color, len(result.layers)) | {"linewidth": 2}
+    ax.plot(result.layers, mean, label=name, **look)
 
 
 def _label(measure: PromptMeasure) -> str:

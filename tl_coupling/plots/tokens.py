@@ -31,4 +31,4 @@ def positions_to_draw(
         return drawn, ""
     names = ", ".join(labels.token_name(provenance, t) for t in sorted(sinks))
     plural = "s" if len(sinks) > 1 else ""
-    return drawn, f" · without attention sink{plural}: token {names}"
+    return drawn, f"\nwithout attention sink{plural}: token {names}"

@@ -38,7 +38,8 @@ def plot_trajectories(
 
     The picture shows whether tokens leave on straight lines, and where they part. A
     ring is where a token enters the panel's layers, a dot is where it leaves them. One
-    token is black. All panels of one model have the same axes, at different scales.
+    token is black. Both components have one scale in a panel. All panels show the same
+    tokens.
 
     Args:
         trace: a traced prompt, or its residual stream; or several by name, of models or
@@ -46,8 +47,8 @@ def plot_trajectories(
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep"
             half. Where streams grow, the deep half looks like all depths, and the
             shallow half is lost in them: these two are the default.
-        positions: which tokens; by default all but the `attention_sinks`, which the
-            title names.
+        positions: which tokens; by default all but the `attention_sinks` of any result,
+            which the title names.
         black: which token is drawn in black; the last by default.
         fig: the figure to draw in; a new one by default.
 
@@ -82,15 +83,27 @@ def plot_trajectories(
     else:
         n_rows, n_columns = len(views), len(paths_by_name)
         height = 3.0 * n_rows + 1.2
-    fig = fig or labels.new_figure(3.6 * n_columns + 0.6, height)
+    width = min(labels.PAGE_WIDTH, 3.6 * n_columns + 0.6)
+    fig = fig or labels.new_figure(width, height)
     grid = fig.subplots(n_rows, n_columns, squeeze=False)
     panels_by_name = grid if is_alone else grid.T
 
+    # Several results show the same tokens: without what is a sink in one of them.
+    sinks = {
+        position
+        for paths in paths_by_name.values()
+        for position in attention_sinks(_stream(paths))
+    }
     left_out_by_name = []
     for (name, paths), panels in zip(
         paths_by_name.items(), panels_by_name, strict=True
     ):
-        shades, left_out = _draw_paths(panels, paths, views, positions, black)
+        # Of prompts of different lengths a position is no common token.
+        n_pos = _stream(paths).shape[1]
+        own_sinks = {position for position in sinks if position < n_pos}
+        shades, left_out = _draw_paths(
+            panels, paths, views, positions, black, own_sinks
+        )
         left_out_by_name.append(left_out)
         if not is_alone:
             title = f"{name}\n{panels[0].get_title()}"
@@ -103,8 +116,8 @@ def plot_trajectories(
         sinks_note = left_out_by_name[0]
     else:
         depth = "the last depth"
-        sinks_note = " · without attention sinks" * any(left_out_by_name)
-    title = f"Trajectories, components of {depth}{sinks_note}"
+        sinks_note = "\nwithout attention sinks" * any(left_out_by_name)
+    title = f"Paths of tokens, in the principal components of {depth}{sinks_note}"
     labels.entitle(fig, labels.heading(title, provenances))
     return fig
 
@@ -157,6 +170,7 @@ def _draw_paths(
     views: Sequence[_View],
     positions: Sequence[int] | None,
     black: int,
+    sinks: set[int],
 ) -> tuple[np.ndarray, str]:
     """Draw the paths of one prompt's tokens, in a panel for each view.
 
@@ -167,9 +181,7 @@ def _draw_paths(
     provenance = _provenance(paths)
     n_layers = len(x) - 1
     n_pos = x.shape[1]
-    drawn, left_out = positions_to_draw(
-        positions, n_pos, set(attention_sinks(x)), provenance
-    )
+    drawn, left_out = positions_to_draw(positions, n_pos, sinks, provenance)
     if not -n_pos <= black < n_pos:
         raise ValueError(f"`black` must lie in [{-n_pos}, {n_pos - 1}], got {black}")
     if len(drawn) < 2:
@@ -207,4 +219,6 @@ def _draw_paths(
         ax.set_ylabel(f"PC 2 ({variance_shares[1]:.0%})", fontsize="small")
         ax.tick_params(labelsize="small")
         ax.locator_params(nbins=4)
+        # A step to the right and one upwards of the same length look the same.
+        ax.set_aspect("equal", adjustable="datalim")
     return shades, left_out

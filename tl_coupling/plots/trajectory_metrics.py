@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
 from tl_coupling.plots.tokens import positions_to_draw
+from tl_coupling.results import RANDOM_STEPS
 from tl_coupling.trajectories import TrajectoryResult, attention_sinks
 
 _WINDOWED = "line_shape_score_windowed"
@@ -81,7 +82,7 @@ def plot_trajectory_metrics(
             getattr(result, metric) is not None for result in results_by_name.values()
         )
     ]
-    fig = fig or labels.new_figure(8.4, 5.4)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 5.0)
     axes = {
         metric: fig.add_subplot(2, 3, place) for place, metric in enumerate(metrics, 1)
     }
@@ -91,7 +92,7 @@ def plot_trajectory_metrics(
     # One legend for all panels: this one has the line of random steps as well.
     handles, names = axes[_SCORE_BY_DEPTH].get_legend_handles_labels()
     labels.plain_legend(fig, handles, names, loc="outside lower center", ncols=4)
-    title = f"Trajectories, mean over tokens and each token{left_out}"
+    title = f"Trajectories: each token, and their mean{left_out}"
     provenances = [result.provenance for result in results_by_name.values()]
     labels.entitle(fig, labels.heading(title, provenances))
     return fig
@@ -136,7 +137,8 @@ def _draw_metric(
         offset = result.window // 2 if metric == _WINDOWED else 0
         depth = np.arange(len(y)) + offset
         ax.plot(depth, y, color=color, linewidth=0.7, alpha=0.3, label="_tokens")
-        ax.plot(depth, y.mean(1), color=color, linewidth=1.8, label=name)
+        look = labels.marked(color, len(depth)) | {"linewidth": 1.8}
+        ax.plot(depth, y.mean(1), label=name, **look)
     ax.set_title(panel.title, fontsize="medium")
     ax.set(xlabel=panel.x_label, ylabel=panel.y_label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -158,5 +160,5 @@ def _draw_random_steps(
     most_layers = max(result.n_layers for result in results_by_name.values())
     n_steps = np.arange(1, most_layers + 1)
     axes[_SCORE_BY_DEPTH].plot(
-        n_steps - 1, n_steps**0.5, label="random steps", **labels.NULL_LINE
+        n_steps - 1, n_steps**0.5, label=RANDOM_STEPS, **labels.NULL_LINE
     )

@@ -1,6 +1,18 @@
-"""What all results share: their files, and what their provenances have in common."""
+"""What all results share: their files, what their provenances have in common, and the
+names of controls and nulls.
+"""
 # ruff: noqa: F401
 
+from tl_coupling.results.names import (
+    CONTROLS,
+    RANDOM_AXES,
+    RANDOM_BASES,
+    RANDOM_FRAMES,
+    RANDOM_MATRIX,
+    RANDOM_STEPS,
+    RANDOM_SUBSPACES,
+    TURNED_BLOCKS,
+)
 from tl_coupling.results.provenance import (
     check_alike,
     check_one_model,

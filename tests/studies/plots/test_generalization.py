@@ -68,7 +68,7 @@ def test_the_scatter_holds_models_line_band_and_null(result):
         exponential.get_ydata(), fit.a * np.exp(fit.b * exponential.get_xdata())
     )
     assert f"n = 14, R² = {line.r_squared:.2f}, p = {line.p:.2g}" in ax.get_title()
-    assert "score against coupling · mean over 6 prompts" in ax.get_title()
+    assert "score against coupling\nmean over 6 prompts" in ax.get_title()
     assert ax.get_xlabel() == r"mean coupling $1 - \tilde{m}$ (k = 5)"
     assert ax.get_ylabel() == "score"
 
@@ -117,7 +117,7 @@ def test_a_null_far_away_is_named_at_the_edge_and_leaves_room_to_the_models(resu
     far = x.min() - 2 * np.ptp(x)
     table = result.table.assign(null=far)
     ax = plot_generalization(Generalization(**{**vars(result), "table": table}))
-    assert f"◂ null {far:.3f}" in [text.get_text() for text in ax.texts]
+    assert f"◂ random subspaces {far:.3f}" in [text.get_text() for text in ax.texts]
     assert not any("random subspaces" in label for label in lines(ax))
     left, right = ax.get_xlim()
     assert left < x.min() < x.max() < right
@@ -125,7 +125,9 @@ def test_a_null_far_away_is_named_at_the_edge_and_leaves_room_to_the_models(resu
     beyond = result.table.assign(null=x.max() + 2 * np.ptp(x) + np.linspace(0, 1, 14))
     ax = plot_generalization(Generalization(**{**vars(result), "table": beyond}))
     low, high = beyond["null"].min(), beyond["null"].max()
-    assert f"null {low:.3f} to {high:.3f} ▸" in [text.get_text() for text in ax.texts]
+    assert f"random subspaces {low:.3f} to {high:.3f} ▸" in [
+        text.get_text() for text in ax.texts
+    ]
 
 
 def test_colours_are_widths_and_shapes_are_depths_where_these_are_few(result):

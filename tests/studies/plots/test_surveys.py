@@ -14,6 +14,7 @@ from axes import named_lines
 from fake_survey import KS, survey
 from made_up_results import walk
 from tl_coupling.plots import (
+    labels,
     plot_covariates,
     plot_profiles,
     plot_prompts,
@@ -114,7 +115,9 @@ def test_twins_are_open_and_chance_is_marked():
     assert {face for name, face in faces.items() if name.endswith("untrained")} == {
         "white"
     }
-    assert {face for name, face in faces.items() if name.endswith("main")} == {"C0"}
+    assert {face for name, face in faces.items() if name.endswith("main")} == {
+        labels.TRAINED
+    }
 
     def places(ax) -> set[float]:
         segments = [segment for c in ax.collections for segment in c.get_segments()]
@@ -267,7 +270,8 @@ def test_the_papers_table_against_its_sizes():
     table = paper_table1()
     fig = plot_covariates(table)
     names = ["log10(params_billion)", "n_layers", "d_model", "log10(training_tokens)"]
-    assert [ax.get_xlabel() for ax in fig.axes] == names
+    words = ["parameters (billions)", "number of layers", "width of the stream"]
+    assert [ax.get_xlabel() for ax in fig.axes] == [*words, "training tokens"]
     for ax, name in zip(fig.axes, names, strict=True):
         column = name.removeprefix("log10(").removesuffix(")")
         x = table[column] if column == name else np.log10(table[column])
@@ -276,9 +280,13 @@ def test_the_papers_table_against_its_sizes():
         robust = linear_fit(table, name, "score", families="family")
         n_families = table.family[known].nunique()
         assert ax.get_title() == (
-            f"R² = {fit.rvalue**2:.3f}, p = {robust.p:.2g}, n = {known.sum()}\n"
-            f"{n_families} families"
+            f"R² = {fit.rvalue**2:.3f}, p of the slope {robust.p:.2g}, "
+            f"n = {known.sum()} of {n_families} families"
         )
+        fitted = fit.intercept + fit.slope * x[known]
+        residuals = (table.score[known] - fitted).abs().sort_values()
+        furthest = set(table.model[residuals.index[-5:]].str.split("/").str[-1])
+        assert {text.get_text().split("/")[-1] for text in ax.texts} == furthest
         line = ax.lines[1].get_xydata()
         np.testing.assert_allclose(line[:, 1], fit.intercept + fit.slope * line[:, 0])
     sizes = plot_covariates(table, x=["params_billion"]).axes[0].get_title()
@@ -286,7 +294,9 @@ def test_the_papers_table_against_its_sizes():
     # All of one depth: nothing to fit there.
     same = plot_covariates(table[table.n_layers == 32]).axes
     assert [ax.get_xlabel() for ax in same] == [
-        name for name in names if name != "n_layers"
+        "parameters (billions)",
+        "width of the stream",
+        "training tokens",
     ]
     with pytest.raises(
         ValueError, match="`x` is empty: wanted columns to draw 'score' against"

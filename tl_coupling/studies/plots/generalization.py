@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
-from tl_coupling.results.names import RANDOM_SUBSPACES
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import Generalization
 from tl_coupling.studies.plots.model_sizes import ModelSizes, sizes_of
 from tl_coupling.studies.plots.point_names import name_points
@@ -435,7 +435,9 @@ class _Looks(NamedTuple):
             handles = self.sizes.handles() + handles
         elif not self.names_models:
             label = f"each of {len(self.models)} models"
-            mark = Line2D([], [], color=labels.BLUE, marker="o", linestyle="", label=label)
+            mark = Line2D(
+                [], [], color=labels.BLUE, marker="o", linestyle="", label=label
+            )
             handles = [mark, *handles]
         if len(self.checkpoints) == 1:
             return handles

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_STEPS
 from tl_coupling.studies.plots.sweeps import (
     SAMPLES,
     check_sweep,
@@ -65,7 +66,8 @@ def plot_shapes(
     left, right = fig.subplots(1, 2)
     for number, (sweep_name, sweep) in enumerate(sweeps.items()):
         label = sweep_name if len(sweeps) > 1 else "mean over tokens"
-        draw_line(left, sweep["line_shape_score_all_tokens"], f"C{number}", label)
+        color = labels.COLORS[number % len(labels.COLORS)]
+        draw_line(left, sweep["line_shape_score_all_tokens"], color, label)
     # Random steps score √(number of steps): models of different depths have a line
     # each.
     depths = {sweep.sizes["layer"] for sweep in sweeps.values()}
@@ -85,7 +87,9 @@ def plot_shapes(
     right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
     for ax, n_steps in [(left, n) for n in sorted(depths)] + [(right, window)]:
         ax.axhline(
-            n_steps**0.5, **labels.NULL_LINE, label=f"random steps, {n_steps**0.5:.2f}"
+            n_steps**0.5,
+            **labels.NULL_LINE,
+            label=f"{RANDOM_STEPS}, {n_steps**0.5:.2f}",
         )
         ax.set_ylim(bottom=1)
     for ax in (left, right):
@@ -125,7 +129,8 @@ def plot_growth(
     fig = fig or labels.new_figure(7.4, 4.0)
     left, right = fig.subplots(1, 2)
     for number, (sweep_name, sweep) in enumerate(sweeps.items()):
-        draw_line(left, sweep["expodistance"], f"C{number}", sweep_name, _middle_half)
+        color = labels.COLORS[number % len(labels.COLORS)]
+        draw_line(left, sweep["expodistance"], color, sweep_name, _middle_half)
     left.set_yscale("log")
     left.set_ylabel("expodistance")
     step_axis(left, sweeps.values())
@@ -194,7 +199,8 @@ def _profiles(
 def _name_first(ax: Axes, sweeps: "Mapping[str, xarray.Dataset]") -> None:
     """Say whose profiles these are, where there are several sweeps."""
     if len(sweeps) > 1:
-        ax.set_title(next(iter(sweeps)), fontsize="medium", parse_math=False)
+        name = labels.plain(next(iter(sweeps)))
+        ax.set_xlabel(f"{ax.get_xlabel()} ({name})", parse_math=False)
 
 
 def _middle_half(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,6 +6,8 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.lines import Line2D
 
+from tl_coupling.plots import labels
+
 if TYPE_CHECKING:
     import pandas
 
@@ -24,7 +26,7 @@ class ModelSizes(NamedTuple):
     def look(self, width: int, depth: int) -> dict[str, Any]:
         """Return matplotlib's options for the mark of a model of this size."""
         # Where all models have one width, depth alone is marked.
-        shade = "C0"
+        shade: Any = labels.BLUE
         if len(self.widths) > 1:
             shades = np.linspace(*_SHADES, len(self.widths))
             shade = colormaps["viridis"](shades[self.widths.index(width)])

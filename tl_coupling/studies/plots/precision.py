@@ -10,15 +10,16 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_SUBSPACES
 
 if TYPE_CHECKING:
     import xarray
 
 _SHAPES = {
-    "line_shape_score": "line-shape score",
-    "line_shape_score_all_tokens": "line-shape score,\nall tokens",
-    "expodistance": "expodistance",
-    "expodistance_all_tokens": "expodistance,\nall tokens",
+    "line_shape_score": "line-shape\nscore",
+    "line_shape_score_all_tokens": "of all\ntokens",
+    "expodistance": "expo-\ndistance",
+    "expodistance_all_tokens": "of all\ntokens",
 }
 
 
@@ -62,12 +63,12 @@ def plot_precision(
     k = int(data["k"].max()) if k is None else k
     # The first precision is what all others are compared with.
     reference, *precisions = data["precision"].values.tolist()
-    fig = fig or labels.new_figure(9.0, 6.6)
+    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 6.4)
     (coupling, shapes), (overlap, gains) = fig.subplots(2, 2)
     unrounded = data.sel(precision=reference)
     for number, precision in enumerate(precisions):
         rounded = data.sel(precision=precision)
-        color = f"C{number}"
+        color = labels.COLORS[number % len(labels.COLORS)]
         # Precisions stand side by side.
         shift = (number - (len(precisions) - 1) / 2) * 0.6 / len(precisions)
         _draw_dots(coupling, _change_in_coupling(rounded, unrounded), shift, color)
@@ -76,7 +77,10 @@ def plot_precision(
         # In percent, as the shapes are.
         gain = 100 * rounded["largest_singular_value_change"].mean("prompt")
         gains.plot(
-            gain["layer"], gain, marker="o", markersize=3, color=color, label=precision
+            gain["layer"],
+            gain,
+            label=precision,
+            **labels.marked(color, len(gain)),
         )
     coupling.set(xlabel="top singular vectors k", ylabel="change in mean coupling")
     labels.name_ticks(coupling.xaxis, data["k"].values.tolist(), labels.MAX_LAYER_TICKS)
@@ -128,13 +132,13 @@ def _draw_overlap(ax: Axes, rounded: "xarray.Dataset", color: str) -> None:
 
 
 def _label_overlap(ax: Axes, k: int, null: float) -> None:
-    ax.axhline(null, **labels.NULL_LINE, label=f"random subspaces, {null:.3f}")
+    ax.axhline(null, **labels.NULL_LINE, label=f"{RANDOM_SUBSPACES}, {null:.3f}")
     ax.set(xlabel="layer", ylabel=f"overlap of subspaces (k = {k})", ylim=(0, 1.02))
     # Grey entries of the legend explain line styles; colours are those of the
     # precisions.
     ax.plot([], [], "-", color="0.3", label="left singular vectors")
     ax.plot([], [], "--", color="0.3", label="right singular vectors")
-    labels.plain_legend(ax, loc="center left", fontsize="small")
+    labels.plain_legend(ax, **labels.ABOVE)
 
 
 def _draw_dots(

@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.plots import labels
-from tl_coupling.results.names import RANDOM_SUBSPACES
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import crossed_mean
 from tl_coupling.studies.redundancy import (
     CHANGES,
@@ -33,9 +33,9 @@ _COLORS = {
 }
 # In inches.
 _PANEL_HEIGHT = 1.9
-# First and last blocks cost up to a hundred times what others do: where they cost this
-# many times more, the axis is logarithmic beyond the others.
-_FAR_ABOVE = 4.0
+# Some blocks cost a hundred times what others do: where one costs this many times the
+# median, the axis is logarithmic beyond it.
+_FAR_ABOVE = 10.0
 # Of fewer blocks a rank correlation says nothing.
 _FEWEST_RANKED = 5
 _TITLE = "Change in loss without a block, or with blocks changed"
@@ -51,17 +51,13 @@ class _Change(NamedTuple):
     color: str
 
     @property
-    def largest_inner(self) -> float | None:
-        """The largest change but those of first and last, if these are far above."""
-        shown = np.isfinite(self.mean)
-        inner = shown.copy()
-        # First and last block, or pair.
-        inner[[0, -1]] = False
-        if not inner.any():
+    def end_of_linear(self) -> float | None:
+        """Where a logarithmic axis begins, a power of ten; None if none is needed."""
+        sizes = np.abs(self.mean[np.isfinite(self.mean)])
+        middle = float(np.median(sizes))
+        if not sizes.max() > _FAR_ABOVE * middle > 0:
             return None
-        largest = float(np.abs(self.mean[inner]).max())
-        is_far = np.abs(self.mean[shown]).max() > _FAR_ABOVE * largest > 0
-        return largest if is_far else None
+        return float(10 ** np.floor(np.log10(middle)))
 
 
 @checked
@@ -82,8 +78,8 @@ def plot_redundancy(
     influence of its pair; first and last are hollow, the dashed line is what random
     subspaces would give. Below, of blocks that write into the k shared directions alone
     and of models that are left after a block, by depth.
-    Every row has its own axis. Where the first or last block costs many times more than
-    the others, it is linear up to the largest of the others, and logarithmic from there.
+    Every row has its own axis. Where one block costs many times more than the others,
+    it is linear near 0 and logarithmic from there.
 
     Args:
         data: of `layer_redundancy`.
@@ -139,7 +135,9 @@ def plot_redundancy(
         for ax, (predictor, values) in zip(panels[1:], predictors.items(), strict=True):
             _draw_by_predictor(ax, values.mean(0), change)
             ax.set_title(_rho(ranked, predictor, len(change.mean)), fontsize="small")
-        panels[1].axvline(null, label=f"{RANDOM_SUBSPACES}, {null:.3f}", **labels.NULL_LINE)
+        panels[1].axvline(
+            null, label=f"{RANDOM_SUBSPACES}, {null:.3f}", **labels.NULL_LINE
+        )
         if is_log:
             _make_logarithmic(panels[2])
         for column, ax in zip(columns, panels, strict=True):
@@ -229,18 +227,14 @@ def _draw_means(
     look: dict[str, Any] = labels.marked(change.color) | {"linewidth": 1}
     ax.plot(x, change.mean, linestyle=line_style, label="_means", **look)
     ax.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-    if change.largest_inner is not None:
-        ax.set_yscale("symlog", linthresh=change.largest_inner, linscale=1.5)
-        _tick_symmetrically(ax, change)
-
-
-def _tick_symmetrically(ax: Axes, change: _Change) -> None:
-    """Tick 0, the end of the linear part, and the largest change."""
-    largest = float(np.nanmax(np.abs(change.mean)))
-    inner = change.largest_inner or largest
-    ticks = [0.0, inner, largest]
-    ax.set_yticks(ticks, [f"{tick:.2g}" for tick in ticks])
-    ax.minorticks_off()
+    end = change.end_of_linear
+    if end is not None:
+        ax.set_yscale("symlog", linthresh=end)
+        largest = float(np.nanmax(np.abs(change.mean)))
+        decades = np.arange(int(np.log10(largest / end)) + 1)
+        ticks = [0.0, *(end * 10.0**decades)]
+        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
 
 
 def _make_logarithmic(ax: Axes) -> None:
@@ -256,7 +250,10 @@ def _make_logarithmic(ax: Axes) -> None:
 def _rho(correlations: "xarray.Dataset", predictor: str, n_changes: int) -> str:
     """Write ρ of all blocks and of the inner ones, where they are not too few."""
     texts = []
-    for blocks, name, n_points in (("all", "ρ", n_changes), ("inner", "inner", n_changes - 2)):
+    for blocks, name, n_points in (
+        ("all", "ρ", n_changes),
+        ("inner", "inner", n_changes - 2),
+    ):
         if n_points < _FEWEST_RANKED:
             continue
         rho = float(correlations.sel(blocks=blocks)[predictor])

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.arguments import checked
 from tl_coupling.measures import MeasureName, mean_name, measured_in, null_name
 from tl_coupling.plots import labels
-from tl_coupling.results.names import RANDOM_STEPS, RANDOM_SUBSPACES
+from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import (
     CovariateLine,
     PromptPoints,
@@ -179,8 +179,9 @@ def _name_ends(ax: Axes) -> None:
     """
     low, high = ax.get_xlim()
     ax.set_xticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
-    for name, side in zip(ax.get_xticklabels(), ("left", "right"), strict=True):
-        name.set_horizontalalignment(side)
+    first, last = ax.get_xticklabels()
+    first.set_horizontalalignment("left")
+    last.set_horizontalalignment("right")
     ax.minorticks_off()
     ax.set_xlim(low, high)
 
@@ -271,7 +272,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
 
 
 def _draw_profile(
-    ax: Axes, run: _Run, name: str, look: dict[str, str], label: str
+    ax: Axes, run: _Run, name: str, look: dict[str, Any], label: str
 ) -> None:
     """Draw one variable of one run by depth, unless nothing is known of it."""
     values = _prompt_values(run.values, name)
@@ -291,7 +292,13 @@ def _draw_profile(
         line_style = "-"
     points: dict[str, Any] = {"markersize": 4, "markevery": max(1, len(depth) // 5)}
     ax.plot(
-        share, middle, linewidth=1.4, label=label, linestyle=line_style, **look, **points
+        share,
+        middle,
+        linewidth=1.4,
+        label=label,
+        linestyle=line_style,
+        **look,
+        **points,
     )
     if not run.is_untrained and len(values) > 1:
         ax.fill_between(share, low, high, color=look["color"], alpha=0.15, linewidth=0)

@@ -16,6 +16,7 @@ from matplotlib.ticker import NullLocator
 from tl_coupling.arguments import Count, checked
 from tl_coupling.measures import MeasureName, mean_name, null_name
 from tl_coupling.plots import draw_arcs, labels, most_arcs, weighted_pairs
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import LEVEL, crossed_mean
 from tl_coupling.studies.surveys import pairs_of_layers
 
@@ -79,7 +80,8 @@ def plot_emergence(
         for number, (name, sweep) in enumerate(sweeps.items()):
             # The title names one sweep alone.
             label = name if len(sweeps) > 1 else f"_{name}"
-            draw_line(ax, sweep[variable], f"C{number}", label)
+            color = labels.COLORS[number % len(labels.COLORS)]
+            draw_line(ax, sweep[variable], color, label)
         ax.set_ylabel(text)
     nulls = {
         name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
@@ -88,8 +90,8 @@ def plot_emergence(
     if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
         for number, (name, null) in enumerate(nulls.items()):
             look = labels.NULL_LINE | {
-                "color": f"C{number}",
-                "label": f"{name}: random subspaces",
+                "color": labels.COLORS[number % len(labels.COLORS)],
+                "label": f"{name}: {RANDOM_SUBSPACES}",
             }
             panels[0].plot(null["checkpoint"].values, null.values, **look)
     panels[0].set_ylim(bottom=0)
@@ -148,7 +150,7 @@ def plot_coupling_strip(
         null := labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
     ) is not None:
         labels.mark_null(bar.ax, null)
-        bar.set_label(f"{labels.measure_label(measure, k)}\nline: random subspaces")
+        bar.set_label(f"{labels.measure_label(measure, k)}\nline: {RANDOM_SUBSPACES}")
     labels.entitle(
         fig, heading("Depth coupling across training", {"data": data}, "mean")
     )
@@ -194,9 +196,9 @@ def plot_adjacency_strip(
     pairs = [weighted_pairs(values, layers)[-n_arcs:] for values in maps]
     # The last pair of each panel is its strongest.
     full = max((weight for panel in pairs for weight, *_ in panel[-1:]), default=1.0)
-    fig, grid = _grid(len(steps), 2.4, 1.5, fig, shared=True)
+    fig, grid = _grid(len(steps), 1.55, 1.2, fig, shared=True)
     for ax, step, panel in zip(grid.flat, steps, pairs, strict=False):
-        arcs = draw_arcs(ax, layers, panel, full, most_ticks=8)
+        arcs = draw_arcs(ax, layers, panel, full, most_ticks=6)
         ax.set_title(_step_name(step), fontsize="small")
     # Room for the highest arc of any panel.
     every_pair = [pair for panel in pairs for pair in panel]
@@ -273,7 +275,7 @@ def draw_line(
     middle, low, high = summary(
         values.transpose("seed", "prompt", "checkpoint").values.astype(float)
     )
-    ax.plot(steps, middle, color=color, marker="o", markersize=3, label=name)
+    ax.plot(steps, middle, label=name, **labels.marked(color))
     # One prompt of one seed has no interval.
     if not np.isnan(high).all():
         ax.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)

@@ -1,0 +1,136 @@
+"""Every text of every picture can be read: none leaves the canvas or lies on another.
+
+Each `plot_*` draws the example of its docstring, and results that have been hard.
+"""
+
+import doctest
+import io
+from contextlib import nullcontext
+
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.figure import Figure
+
+import tl_coupling as tlc
+from drawn_texts import drawn_texts, unreadable
+from made_up_results import random_map
+from tl_coupling.comparisons import CouplingMap
+from tl_coupling.plots import labels
+
+PLOTS = [name for name in tlc.plots.__all__ if name.startswith("plot_")]
+
+pytestmark = pytest.mark.usefixtures("pyplot_untouched")
+
+
+@pytest.mark.parametrize("name", PLOTS)
+def test_the_example_of_each_plot_can_be_read(name, request, monkeypatch):
+    monkeypatch.chdir(request.getfixturevalue("_example_folder"))
+    names = request.getfixturevalue("_example_names")
+    example = doctest.DocTestFinder(recurse=False).find(
+        getattr(tlc.plots, name), name, globs=dict(names)
+    )[0]
+    said = io.StringIO()
+    doctest.DocTestRunner().run(example, out=said.write, clear_globs=False)
+    figures = [plt.figure(number) for number in plt.get_fignums()]
+    assert figures, said.getvalue()
+    problems = [problem for figure in figures for problem in unreadable(figure)]
+    assert problems == []
+    # Wider ones have letters too small to read on a page.
+    assert max(figure.get_figwidth() for figure in figures) <= labels.PAGE_WIDTH
+
+
+PROMPT = "What is the capital of France ? The capital is"
+
+
+def france(kind: str, n: int, **provenance) -> CouplingMap:
+    """Return a map of n tokens of a prompt, or of n layers."""
+    tokens = [f" {word}" for word in (PROMPT.split() * 4)[:n]]
+    return random_map(
+        layers=range(n),
+        k=10,
+        kind=kind,
+        str_tokens=tokens,
+        prompt=" ".join(tokens),
+        model="organisation-of-some/model-with-a-long-name-7b",
+        **provenance,
+    )
+
+
+@pytest.mark.parametrize("n", [5, 10, 16, 40])
+@pytest.mark.parametrize("kind", ["depth", "self", "context"])
+def test_maps_and_matrices_can_be_read_alone_and_beside_the_twin(kind, n):
+    """With `tokens --untrained` the label below the matrices was cut."""
+    ends = {"fixed": "output", "position": 4} if kind == "context" else {}
+    result = france(kind, n, **ends)
+    with tlc.plots.off_screen():
+        for untrained in (None, result):
+            drawn = [
+                tlc.plot_coupling(result, untrained=untrained).figure,
+                tlc.plot_coupling_matrices(result, untrained=untrained),
+            ]
+            for figure in drawn:
+                assert unreadable(figure) == []
+                assert figure.get_figwidth() <= labels.PAGE_WIDTH
+
+
+def test_lines_of_layers_can_be_read():
+    maps = {"trained": france("depth", 30), "untrained": france("depth", 30)}
+    plots = [
+        tlc.plots.plot_locality,
+        tlc.plots.plot_singular_values,
+        tlc.plots.plot_inverse_singular_values,
+        lambda maps: tlc.plots.plot_adjacency(maps["trained"]),
+    ]
+    with tlc.plots.off_screen():
+        for plot in plots:
+            assert unreadable(plot(maps).figure) == []
+
+
+def test_what_cannot_be_read_is_found():
+    figure = Figure(figsize=(2, 2))
+    figure.text(0.9, 0.5, "cut at the edge")
+    figure.text(0.1, 0.1, "first")
+    figure.text(0.12, 0.1, "second")
+    # Turned, these boxes overlap and their letters do not.
+    figure.text(0.2, 0.6, "turned", rotation=45)
+    figure.text(0.35, 0.6, "beside", rotation=45)
+    assert unreadable(figure) == [
+        "cut: 'cut at the edge'",
+        "one across the other: 'first', 'second'",
+    ]
+
+
+def test_a_title_has_a_small_second_line_until_it_is_replaced():
+    ax = tlc.plot_coupling(france("depth", 5))
+    (first, head, _), (second, small, _) = sorted(
+        (text for text in drawn_texts(ax.figure) if text[0] in ax.get_title()),
+        key=lambda text: -text[1].y0,
+    )[:2]
+    assert first.startswith("Depth coupling · k = 10 · mean")
+    assert "model-with-a-long-name-7b" in second
+    assert head.height > 1.2 * small.height
+    assert head.y0 > small.y1
+    ax.set_title("mine")
+    texts = [words for words, *_ in drawn_texts(ax.figure)]
+    assert "mine" in texts
+    assert second not in texts
+
+
+def test_letters_stay_text_in_a_pdf_outside_the_style_of_papers():
+    for surroundings in (nullcontext, tlc.plots.off_screen, tlc.plots.paper_style):
+        with surroundings():
+            figure = tlc.plot_coupling(france("depth", 5)).figure
+        pdf = io.BytesIO()
+        figure.savefig(pdf, format="pdf")
+        assert b"/Type3" not in pdf.getvalue()
+        assert b"/TrueType" in pdf.getvalue() or b"/CIDFontType2" in pdf.getvalue()
+
+
+def test_trained_and_untrained_have_colours_and_markers_of_their_own():
+    maps = {"trained": france("depth", 5), "untrained": france("depth", 5)}
+    trained, untrained, _ = tlc.plots.plot_locality(maps).lines
+    assert trained.get_color() == labels.TRAINED
+    assert untrained.get_color() == labels.UNTRAINED
+    assert trained.get_marker() != untrained.get_marker()
+    looks = {tuple(labels.numbered_look(i).values()) for i in range(49)}
+    assert len(looks) == 49
