@@ -277,6 +277,8 @@ def _known() -> dict[str, str]:
         known |= {
             f"tlc.{room}": f"tl_coupling.{room}",
             f"tl_coupling.{room}": f"tl_coupling.{room}",
+            # Where the code of three rooms stands.
+            f"tl_coupling.studies.{room}": f"tl_coupling.{room}",
         }
     return known
 
