@@ -190,6 +190,11 @@ def test_every_public_name_is_where_the_rule_says():
         assert f'id="{name}"' in (SITE / f"{page}.html").read_text()
 
 
+def test_parameters_with_one_description_are_one_entry():
+    text = (SITE / "api/plots/index.html").read_text()
+    assert "<strong>checkpoints, k, measure</strong> – as in" in text
+
+
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_navigation(visit, width):
     driver = visit("index.html", width)
