@@ -52,9 +52,11 @@ class Picture(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Return what stands at its top."""
+        """Return what stands at its top, where the file knows it, for those who do not
+        see it.
+        """
         with Image.open(self.file) as image:
-            return image.info.get("Description", "")
+            return image.info.get("Description") or f"Drawn by {self.file.stem}"
 
     @property
     def width(self) -> int:
@@ -222,7 +224,7 @@ def show_in_reference(
     picture = picture_of(name)
     said = "Drawn by the example below, on SmolLM2-135M-Instruct or on small models."
     if picture.page != page_of(name):
-        said = f":doc:`The code of this picture </{picture.page}>`."
+        said = f"Drawn by the code in :doc:`/{picture.page}`."
     figure = [
         *("", f".. figure:: {picture.source}"),
         f"   :width: {picture.width}px",
@@ -261,12 +263,22 @@ class Plots(SphinxDirective):
             address = f"{address.partition('#')[0]}#{place}"
         image = nodes.image(uri=f"/_made/thumbnails/{short}.png", alt=picture.words)
         link = nodes.reference("", "", image, internal=True, refuri=address)
-        link += nodes.literal(short, short)
+        link += _breakable(short)
         words, messages = self.parse_inline(caption)
         card = nodes.container(classes=["plot"])
         card += nodes.paragraph("", "", link)
         card += nodes.paragraph("", "", *words, *messages)
         return card
+
+
+def _breakable(name: str) -> nodes.literal:
+    """Return a name that may go to another line after each of its words."""
+    literal = nodes.literal()
+    *first, last = name.split("_")
+    for word in first:
+        literal += [nodes.Text(f"{word}_"), nodes.raw("", "<wbr>", format="html")]
+    literal += nodes.Text(last)
+    return literal
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
