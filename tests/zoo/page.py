@@ -67,7 +67,7 @@ def page(found: Found) -> str:
     newest = max(found)
     registry = {name: row for name, row in found[newest].items() if name not in HOOKED}
     text = [
-        "# Architectures",
+        "# Supported architectures",
         "",
         "Written by `make zoo`, and its last section by `make real`; not edited by hand.",
         "",
