@@ -103,7 +103,7 @@ def drawing() -> str:
         f'<text class="said" x="{WIDTH / 2:.0f}" y="{height - 8}">{said}</text>'
     )
     head = (
-        f'<svg class="house" viewBox="0 0 {WIDTH} {height}" '
+        f'<div class="house"><svg class="house" viewBox="0 0 {WIDTH} {height}" '
         f'role="img" aria-label="The rooms of tl_coupling, from the '
         "command line at the top to what needs no other room at the "
         'bottom; arrows are imports and point down">'
@@ -111,4 +111,4 @@ def drawing() -> str:
         'markerWidth="7" markerHeight="7" '
         'orient="auto"><path d="M0 0L8 4L0 8z"/></marker></defs>'
     )
-    return head + "".join(parts) + "</svg>\n"
+    return head + "".join(parts) + "</svg></div>\n"
