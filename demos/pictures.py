@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 import pandas
@@ -19,6 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import tl_coupling as tlc
+from tl_coupling.plots import labels
+from tl_coupling.results import CONTROLS as CONTROL_NAMES
+from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 
 sys.path.append(str(Path(__file__).parent / "studies"))
 import capacity_report
@@ -28,16 +32,11 @@ from finding_cards import CARDS
 RESULTS = Path(__file__).parent / "studies" / "results"
 K = 10
 PROMPT = "What is the capital of France? The capital is"
-COLORS = {"trained": "C0", "untrained": "0.55"}
-# As the studies' files call the controls.
-CONTROLS = {
-    "shared": "shared",
-    "principal": "principal directions\nof the activations",
-    "span": "random, in their span",
-    "norm_matched": "random, of the same length",
-    "unshared": "not shared, of the same gain",
-    "low_gain": "of small gain",
-}
+COLORS = {"trained": labels.TRAINED, "untrained": labels.UNTRAINED}
+# Of the studies' files, in the order of the picture.
+CONTROLS = ("shared", "principal", "span", "norm_matched", "unshared", "low_gain")
+# Pages are 736 pixels wide: two pixels of a picture to one of theirs.
+DPI = 2 * 736 / labels.PAGE_WIDTH
 
 
 def traces() -> dict[str, tlc.Trace]:
@@ -54,20 +53,32 @@ def coupling() -> Figure:
     """Coupling of every two layers, trained and untrained."""
     trained, untrained = [tlc.depth_coupling(trace, k=K) for trace in traces().values()]
     figure = tlc.plot_coupling(trained, untrained=untrained).figure
-    figure.suptitle(
-        "Coupling between layers of SmolLM2-135M "
-        f"(random subspaces: {trained.null():.3f})"
+    ratio = trained.mean() / trained.null()
+    labels.entitle(
+        figure,
+        f"Trained layers couple {ratio:.1f} times as much as {RANDOM_SUBSPACES}\n"
+        f"SmolLM2-135M · k = {K} · {RANDOM_SUBSPACES} {trained.null():.3f} · “{PROMPT}”",
     )
     return figure
 
 
 def carriers() -> Figure:
     """Shares of attention and MLP by layer, trained and untrained."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(labels.PAGE_WIDTH, 4.4), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for ax, (name, trace) in zip(axes, traces().items(), strict=True):
         tlc.plots.plot_carriers_by_depth(tlc.carriers(trace, k=K), ax=ax)
-        ax.set_title(name)
+        ax.set_title(name, fontsize="medium")
+        ax.get_legend().remove()
+    axes[1].set_ylabel("")
+    handles, names = axes[0].get_legend_handles_labels()
+    labels.plain_legend(
+        figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
+    )
+    title = (
+        f"In the trained model attention carries more coupling than its size\nk = {K}"
+    )
+    labels.entitle(figure, title)
     return figure
 
 
@@ -91,20 +102,21 @@ def heads() -> Figure:
 
 def ablation() -> Figure:
     """What removing shared directions costs, beside controls; the first token is kept."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure = labels.new_figure(labels.PAGE_WIDTH, 3.4)
+    names = [fill(CONTROL_NAMES[kind], 24) for kind in CONTROLS]
     for ax, side in zip(figure.subplots(1, 2), ("read", "write"), strict=True):
         path = RESULTS / "shared_directions" / f"smollm2-135m-{side}-1.csv"
         rows = pandas.read_csv(path).set_index("kind").loc[list(CONTROLS)]
         places = -np.arange(len(rows))
-        colors = ["C3", *["0.5"] * (len(rows) - 1)]
+        colors = [labels.VERMILION, *["0.6"] * (len(rows) - 1)]
         ax.barh(places, rows["loss_change"], color=colors)
         ax.hlines(places, rows["low"], rows["high"], color="black")
-        ax.set_yticks(places, list(CONTROLS.values()) if side == "read" else [])
-        ax.set(
-            title=f"directions that blocks {side}",
-            xlabel="change in loss, nats per token [95 % t]",
-        )
+        ax.set_yticks(places, names if side == "read" else [])
+        ax.set_title(f"directions that blocks {side}", fontsize="medium")
+        ax.set(xlabel="change in loss, nats per token")
         ax.spines[["top", "right"]].set_visible(False)
+    title = "Removing shared directions costs more than most controls of the same rank"
+    labels.entitle(figure, f"{title}\nSmolLM2-135M, 40 texts, 95 % t intervals")
     return figure
 
 
@@ -112,11 +124,13 @@ def paths() -> Figure:
     """Shapes of trajectories, and what of the stream blocks' eigenvectors hold."""
     shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
     others = shapes[shapes["tokens"] == "others"]
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    figure = labels.new_figure(labels.PAGE_WIDTH, 6.0)
+    grid = figure.add_gridspec(2, 2)
+    left, middle = (figure.add_subplot(grid[0, place]) for place in (0, 1))
+    right = figure.add_subplot(grid[1, :])
     histograms(left, others, "line_shape_score", "line-shape score (1: a line)")
     n_layers = 30
-    left.axvline(n_layers**0.5, color="black", linestyle=":", label="random steps")
+    left.axvline(n_layers**0.5, label=RANDOM_STEPS, **labels.NULL_LINE)
     left.legend(frameon=False, fontsize="small", loc="upper center")
     histograms(middle, others, "expodistance", "expodistance (0: exponential)")
     by_layer = pandas.read_csv(RESULTS / "paths" / "eigenvectors.csv")
@@ -127,9 +141,15 @@ def paths() -> Figure:
             label = {"write": "written", "eigenvectors": "eigenvectors"}[column]
             right.plot(values, style, color=color, label=f"{label}, {name}")
     right.set(xlabel="layer", ylabel=f"share of ‖x‖² in {K} directions", ylim=(0, 0.8))
-    right.legend(frameon=False, fontsize="x-small")
+    right.legend(
+        frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5)
+    )
     for ax in (left, middle, right):
         ax.spines[["top", "right"]].set_visible(False)
+    n_texts = int((others["model"] == "trained").sum())
+    title = "In the trained model paths are straighter than random steps"
+    below = f"below: share of the stream in {K} directions, means over texts"
+    labels.entitle(figure, f"{title}\nSmolLM2-135M, {n_texts} texts; {below}")
     return figure
 
 
@@ -195,8 +215,8 @@ def main() -> None:
         path = arguments.out / names[name]
         path.parent.mkdir(parents=True, exist_ok=True)
         figure = PICTURES[names[name]]()
-        # Cards are narrow, and drawn for screens of two pixels to one.
-        dpi = 180 if name.startswith("card-") else 90
+        # Cards are narrower than a page.
+        dpi = 180 if name.startswith("card-") else DPI
         figure.savefig(path, dpi=dpi, metadata={"Software": None})
         print(path)
 

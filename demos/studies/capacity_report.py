@@ -11,6 +11,7 @@ from scipy import stats
 
 from matched_losses import END, UNTRAINED, spread_out
 from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import cluster_robust
 from vit_report import readable
 
@@ -150,31 +151,49 @@ def draw(measured: pandas.DataFrame) -> Figure:
     marks = [m for m in dict.fromkeys(table["mark"]) if m not in (UNTRAINED, END)]
     widths = sorted(table[WIDTH].unique())
     colors = colormaps["viridis"](np.linspace(0, 0.85, len(widths)))
-    figure = labels.new_figure(2.9 * len(marks) + 0.6, 0.9 + 2.7 * len(sizes))
+    markers = tuple(labels.MARKERS.values())
+    figure = labels.new_figure(labels.PAGE_WIDTH, 1.2 + 2.0 * len(sizes))
     grid = figure.subplots(
         len(sizes), len(marks), sharex=True, sharey=True, squeeze=False
     )
     for row, size in zip(grid, sizes, strict=True):
         for ax, mark in zip(row, marks, strict=True):
             of_look = table[(table["size"] == size) & (table["mark"] == mark)]
-            for width, color in zip(widths, colors, strict=True):
+            for width, color, marker in zip(widths, colors, markers, strict=False):
                 models = of_look[of_look[WIDTH] == width]
                 means = models.groupby(RATE)["above_chance"].mean()
-                ax.plot(means, color=color, label=f"width {width}")
+                look = {"color": color, "marker": marker, "markersize": 4}
+                ax.plot(means, label=f"width {width}", **look)
                 ax.plot(
-                    models[RATE], models["above_chance"], "o", color=color, markersize=3
+                    models[RATE],
+                    models["above_chance"],
+                    linestyle="",
+                    alpha=0.5,
+                    **look | {"markersize": 2.5},
                 )
-            ax.axhline(0, color="grey", linestyle=":", linewidth=1)
+            ax.axhline(0, label=f"_{RANDOM_SUBSPACES}", **labels.NULL_LINE)
             ax.set(xscale="log")
-        row[0].set_ylabel(f"coupling above chance, {size}")
+            ax.tick_params(labelsize="small")
+        row[0].set_ylabel(f"coupling above chance\n{size}", fontsize="small")
     for ax, mark in zip(grid[0], marks, strict=True):
         loss = table.loc[table["mark"] == mark, "loss_held_out"].mean()
-        ax.set_title(f"{mark}: {loss:.2f} nats", fontsize="medium")
+        ax.set_title(f"{mark}\n{loss:.2f} nats", fontsize="small")
     for ax in grid[-1]:
         ticks = sorted(table[RATE].unique())
         ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         ax.minorticks_off()
-        ax.set_xlabel("learning rate")
-    grid[0, 0].legend(frameon=False, fontsize="small")
-    labels.entitle(figure, "Coupling of models with the same held-out loss")
+        ax.set_xlabel("learning rate", fontsize="small")
+        ax.tick_params(axis="x", labelrotation=45)
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    labels.plain_legend(
+        figure,
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=len(widths),
+        fontsize="small",
+    )
+    title = "At the same held-out loss, coupling falls with the learning rate"
+    small = f"lines: means over models, small marks: models; dashed: {RANDOM_SUBSPACES}"
+    labels.entitle(figure, f"{title}\n{small}")
     return figure

@@ -1,6 +1,7 @@
 """The statistics, tables and figure of `gap.py`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas
@@ -204,34 +205,51 @@ def draw(table: pandas.DataFrame) -> Figure:
     within subsets, a row for each mark.
     """
     marks = marks_in(table)
-    figure = labels.new_figure(11.0, 3.4 * len(marks))
+    figure = labels.new_figure(labels.PAGE_WIDTH, 0.9 + 2.5 * len(marks))
     rows = figure.subplots(len(marks), 3, squeeze=False)
     for axes, mark in zip(rows, marks, strict=True):
         reached = reached_of(table, mark)
         draw_against_share(axes[0], reached, "gap", "gap, nats")
         draw_against_share(axes[1], reached, "coupling", "coupling above chance")
         draw_within(axes[2], reached)
-        labels.entitle(axes[1], f"{mark} nats")
-    rows[0][0].legend(frameon=False, fontsize="x-small")
-    rows[0][2].legend(frameon=False, fontsize="x-small", loc="upper left")
+        axes[1].set_title(f"{mark} nats", fontsize="small")
+        for ax in axes:
+            ax.tick_params(labelsize="small")
+    handles, names = [], []
+    for ax in (rows[0][0], rows[0][2]):
+        more_handles, more_names = ax.get_legend_handles_labels()
+        handles += more_handles
+        names += more_names
+    labels.plain_legend(
+        figure, handles, names, loc="outside lower center", ncols=5, fontsize="small"
+    )
+    title = "Gap and coupling of models with the same training loss"
+    small = "lines: means over models; right: both less the means of their subset"
+    labels.entitle(figure, f"{title}\n{small}")
     return figure
 
 
-def colors_of(values: pandas.Series, name: str) -> dict[float, np.ndarray]:
-    """Return a colour for each value."""
+def looks_of(values: pandas.Series) -> dict[float, dict[str, Any]]:
+    """Return a shade and a marker for each value, the largest the palest."""
     kinds = sorted(values.unique())
-    shades = colormaps[name](np.linspace(0, 0.8, len(kinds)))
-    return dict(zip(kinds, shades, strict=True))
+    shades = colormaps["viridis"](np.linspace(0, 0.8, len(kinds)))
+    markers = labels.MARKERS.values()
+    return {
+        kind: {"color": shade, "marker": marker}
+        for kind, shade, marker in zip(kinds, shades, markers, strict=False)
+    }
 
 
 def draw_against_share(ax: Axes, reached: pandas.DataFrame, y: str, label: str) -> None:
     """A line through means for each amount of text; points are models."""
-    for n_tokens, color in colors_of(reached["n_tokens"], "viridis").items():
+    for n_tokens, look in looks_of(reached["n_tokens"]).items():
         rows = reached[reached["n_tokens"] == n_tokens]
         means = rows.groupby("other_text")[y].mean()
-        ax.plot(means.index, means, color=color, label=f"{n_tokens} tokens")
-        ax.plot(rows["other_text"], rows[y], "o", color=color, markersize=3)
-    ax.set(xlabel="share of other text", ylabel=label)
+        ax.plot(means.index, means, markersize=4, label=f"{n_tokens} tokens", **look)
+        points = look | {"linestyle": "", "markersize": 2.5, "alpha": 0.5}
+        ax.plot(rows["other_text"], rows[y], **points)
+    ax.set_xlabel("share of other text", fontsize="small")
+    ax.set_ylabel(label, fontsize="small")
 
 
 def draw_within(ax: Axes, reached: pandas.DataFrame) -> None:
@@ -239,16 +257,10 @@ def draw_within(ax: Axes, reached: pandas.DataFrame) -> None:
     columns = ["coupling", "gap"]
     means = reached.groupby("subset")[columns].transform("mean")
     within = reached[columns] - means
-    for rate, color in colors_of(reached["learning_rate"], "plasma").items():
+    rates = sorted(reached["learning_rate"].unique())
+    for rate, color in zip(rates, labels.COLORS[1:], strict=False):
         rows = within[reached["learning_rate"] == rate]
-        ax.plot(
-            rows["coupling"],
-            rows["gap"],
-            "o",
-            color=color,
-            markersize=3,
-            label=f"rate {rate:g}",
-        )
-    ax.set(
-        xlabel="coupling less its subset's mean", ylabel="gap less its subset's mean"
-    )
+        look = labels.marked(color) | {"linestyle": "", "markevery": 1}
+        ax.plot(rows["coupling"], rows["gap"], label=f"learning rate {rate:g}", **look)
+    ax.set_xlabel("coupling less mean", fontsize="small")
+    ax.set_ylabel("gap less mean", fontsize="small")

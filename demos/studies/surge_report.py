@@ -10,6 +10,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_SUBSPACES
+
 # What is measured of the base: its label, and which of `chances` it is compared with.
 PROBES = {
     "coupling": ("coupling", "null"),
@@ -197,8 +200,9 @@ def draw(data: xarray.Dataset) -> Figure:
     Lines are means over seeds, bands the range over them. Dashed: what random subspaces
     would give.
     """
-    figure = Figure(figsize=(13, 11), layout="constrained")
-    axes = figure.subplots(2, 2).ravel()
+    # One below the other: each has a legend of up to ten names.
+    figure = labels.new_figure(labels.PAGE_WIDTH, 13.0)
+    axes = figure.subplots(4, 1).ravel()
     base = by_variant(data, "base")["base"]
     shares = [
         n
@@ -231,14 +235,12 @@ def draw(data: xarray.Dataset) -> Figure:
         chance, label = (
             ("subspace", "random vectors in leading ones")
             if of_shares
-            else ("null", "random subspaces")
+            else ("null", RANDOM_SUBSPACES)
         )
         ax.axhline(
             chances(data)[chance],
-            color="grey",
-            linestyle="--",
-            linewidth=1,
             label=label,
+            **labels.NULL_LINE,
         )
         ax.set_ylabel(
             "cosine or share" if of_shares else f"coupling (k = {data.attrs['k']})"
@@ -247,21 +249,19 @@ def draw(data: xarray.Dataset) -> Figure:
             ax.set_ylim(bottom=0)
         ax.legend(
             frameon=False,
-            fontsize="x-small",
-            loc="upper center",
-            bbox_to_anchor=(0.5, -0.12),
-            ncols=2,
+            fontsize="small",
+            loc="center left",
+            bbox_to_anchor=(1, 0.5),
         )
-    figure.suptitle(data.attrs["model"], fontsize="medium")
+    labels.entitle(figure, f"The early surge of coupling\n{data.attrs['model']}")
     return figure
 
 
 def panel(ax: Axes, title: str, lines: dict[str, xarray.DataArray]) -> None:
-    for name, values in lines.items():
+    for number, (name, values) in enumerate(lines.items()):
         steps = values["checkpoint"].values
-        (line,) = ax.plot(
-            steps, values.mean("run").values, marker="o", markersize=3, label=name
-        )
+        look = labels.numbered_look(number) | {"markersize": 4}
+        (line,) = ax.plot(steps, values.mean("run").values, label=name, **look)
         low = values.min("run").values
         high = values.max("run").values
         ax.fill_between(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas
@@ -287,17 +288,18 @@ def draw_rates(study: Study) -> Figure:
     """
     figure, axes = panels(study)
     for ax, token in zip(axes, study.per_image, strict=True):
-        for decay, color in colors(levels(study, DECAY)):
+        for decay, look in looks(levels(study, DECAY)):
             rows = study.table[study.table[DECAY] == decay]
             mean = rows.groupby(RATE)[token].mean()
-            ax.plot(mean.index, mean, color=color, label=f"weight decay {decay:g}")
-            ax.plot(rows[RATE], rows[token], "o", color=color, markersize=4, alpha=0.7)
+            ax.plot(mean.index, mean, label=f"weight decay {decay:g}", **look)
+            points = look | {"linestyle": "", "markersize": 4, "alpha": 0.7}
+            ax.plot(rows[RATE], rows[token], **points)
         ax.set_xlabel("stochastic depth, rate at the last block")
         labels.draw_null(ax.axhline, study.null)
     axes[0].set_ylabel(labels.measure_label("coupling", study.k))
     labels.entitle(
         figure,
-        f"Coupling against stochastic depth, lines through means · {described(study)}",
+        f"Coupling against stochastic depth, lines through means\n{described(study)}",
     )
     return finished(figure, axes[0])
 
@@ -308,31 +310,30 @@ def draw_accuracy(study: Study) -> Figure:
     """
     figure, axes = panels(study)
     for ax, token in zip(axes, study.per_image, strict=True):
-        for rate, color in colors(levels(study, RATE)):
+        for rate, look in looks(levels(study, RATE)):
             rows = study.table[study.table[RATE] == rate]
             x = rows[token].to_numpy()
             y = 100 * rows[ACCURACY].to_numpy()
-            ax.plot(
-                x, y, "o", color=color, markersize=5, label=f"stochastic depth {rate:g}"
-            )
+            points = look | {"linestyle": "", "markersize": 5}
+            ax.plot(x, y, label=f"stochastic depth {rate:g}", **points)
             if len(rows) > 2 and not is_constant(x):
                 ends = np.array([x.min(), x.max()])
                 ax.plot(
                     ends,
                     np.polyval(np.polyfit(x, y, 1), ends),
-                    color=color,
+                    color=look["color"],
                     linewidth=1,
                 )
         ax.set_xlabel(labels.measure_label("coupling", study.k))
         ax.xaxis.set_major_locator(MaxNLocator(6))
     axes[0].set_ylabel("test accuracy (%)")
-    labels.entitle(figure, f"Accuracy against coupling · {described(study)}")
+    labels.entitle(figure, f"Accuracy against coupling\n{described(study)}")
     return finished(figure, axes[0])
 
 
 def panels(study: Study) -> tuple[Figure, list[Axes]]:
     """One for each token."""
-    figure = labels.new_figure(12.0, 4.6)
+    figure = labels.new_figure(labels.PAGE_WIDTH, 4.2)
     axes = list(figure.subplots(1, len(study.per_image), sharey=True, squeeze=False)[0])
     n = study.coupling.sizes["position"] - 1
     for ax, token in zip(axes, study.per_image, strict=True):
@@ -345,11 +346,16 @@ def panels(study: Study) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
-def colors(of: Sequence[float]) -> list[tuple[float, tuple[float, ...]]]:
-    """Each value with its colour, dark to light; the lightest are not seen on white."""
-    return list(
-        zip(of, colormaps["viridis"](np.linspace(0, 0.85, len(of))), strict=True)
-    )
+def looks(of: Sequence[float]) -> list[tuple[float, dict[str, Any]]]:
+    """Each value with its shade, dark to light, and its marker; the lightest shades
+    are not seen on white.
+    """
+    shades = colormaps["viridis"](np.linspace(0, 0.85, len(of)))
+    markers = labels.MARKERS.values()
+    return [
+        (value, {"color": shade, "marker": marker})
+        for value, shade, marker in zip(of, shades, markers, strict=False)
+    ]
 
 
 def described(study: Study) -> str:
@@ -364,7 +370,7 @@ def finished(figure: Figure, ax: Axes) -> Figure:
         names,
         frameon=False,
         loc="outside lower center",
-        ncols=len(names),
+        ncols=3,
         fontsize="small",
     )
     return figure

@@ -23,6 +23,7 @@ from tl_coupling.trajectories import ResidualAlignment
 _Influences = Influence | Mapping[str, Influence]
 # Of a map of many places, how many are drawn as matrices; and how large.
 _MOST_PLACES = 5
+_MOST_ENTRIES = 0.995
 _LARGEST_PANEL = 20
 # Of two maps side by side, each has half of the page.
 _MOST_LAYERS_OF_TWO = 8
@@ -205,7 +206,7 @@ def plot_coupling_matrices(
     layers: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
     untrained: CouplingMap | None = None,
-    vmax: Positive = 0.12,
+    vmax: Positive | None = None,
     fig: Figure | None = None,
 ) -> Figure:
     """Draw the coupling matrices themselves, a panel A for every pair.
@@ -215,7 +216,7 @@ def plot_coupling_matrices(
     Read off whether A is diagonal: coupled connections show a diagonal line, uncoupled
     ones an even speckle. Divided by the largest singular value σ_1 of its J_1, `|A|` is
     at most 1: all panels share one colour scale, linear, red above 0 and blue below. It
-    ends at `vmax`, well below 1: the diagonals of different connections are small
+    ends at `vmax`, where most entries of different connections lie: these are small
     beside those of a connection with itself (its singular values, for
     `orientation="ujv"`).
 
@@ -228,7 +229,8 @@ def plot_coupling_matrices(
         positions: for a map of tokens, which ones, in this order; its last five by
             default.
         untrained: the same connections of the untrained twin, drawn beside it.
-        vmax: share of σ_1 where the colours end.
+        vmax: share of σ_1 where the colours end; by default what 99.5 % of the entries
+            of different connections do not exceed.
 
     Returns the Figure; an Axes with one image for each grid, then the colour bar.
     Raises ValueError for k out of range, layers or positions that a map does not have
@@ -247,6 +249,7 @@ def plot_coupling_matrices(
     largest_k = labels.common_k(list(grids.values()), k)
     k = min(_LARGEST_PANEL, largest_k) if k is None else k
     panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
+    vmax = vmax or _most_entries(panels)
     width, height = (6.4, 5.8) if untrained is None else (labels.PAGE_WIDTH, 4.4)
     fig = fig or labels.new_figure(width, height, "compressed")
     axes = fig.subplots(1, len(grids), squeeze=False)[0]
@@ -392,6 +395,21 @@ def plot_influence(
     provenances = [result.provenance for result in panels.values()]
     labels.entitle(fig, labels.heading(title, provenances))
     return fig
+
+
+def _most_entries(panels: Sequence[Float[np.ndarray, "n n k k"]]) -> float:
+    """Return what few entries exceed, of the panels of different connections.
+
+    Places are the same in rows and columns: panels on the diagonal compare a connection
+    with itself, and say how large singular values are.
+    """
+    n = len(panels[0])
+    is_different = ~np.eye(n, dtype=bool)
+    if n == 1:
+        is_different = np.ones((1, 1), dtype=bool)
+    sizes = np.abs([panel[is_different] for panel in panels])
+    # A scale of no width cannot be drawn: all entries may be 0.
+    return float(np.nanquantile(sizes, _MOST_ENTRIES)) or 1.0
 
 
 def _draw_mosaic(
