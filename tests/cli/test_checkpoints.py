@@ -44,6 +44,7 @@ def test_a_sweep_and_its_rerun(call, run_folder: Path, tmp_path: Path) -> None:
         for path in (tmp_path / "checkpoints").glob("*.nc")
     }
     assert len(results) == 3
+    assert (tmp_path / "emergence-k3.gif").is_file()
     call(*options(run_folder, tmp_path))
     assert {path: path.stat().st_mtime_ns for path in results} == results
     with xarray.open_dataset(tmp_path / "sweep.nc") as file:

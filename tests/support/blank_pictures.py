@@ -15,12 +15,14 @@ _SVG = b'<svg xmlns="http://www.w3.org/2000/svg"/>'
 @contextmanager
 def unrendered() -> Iterator[None]:
     """Let figures save a blank picture in this context."""
+    from matplotlib.animation import Animation
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
     with (
         mock.patch.object(Figure, "savefig", _save_blank),
         mock.patch.object(Figure, "get_tightbbox", return_value=Bbox.unit()),
+        mock.patch.object(Animation, "save", _save_one_frame),
     ):
         yield
 
@@ -38,3 +40,10 @@ def _save_blank(_: object, target: Any, **options: Any) -> None:
         Path(target).write_bytes(picture.getvalue())
     else:
         target.write(picture.getvalue())
+
+
+def _save_one_frame(animation: Any, target: Path, **_: object) -> None:
+    # Drawn once, or matplotlib warns of an animation that nobody saw.
+    animation._init_draw()
+    animation._draw_was_started = True
+    Image.new("RGB", (1, 1), "white").save(target, "GIF")

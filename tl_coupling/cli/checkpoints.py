@@ -1,9 +1,11 @@
 """The command that measures one model across training: checkpoints."""
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from matplotlib.animation import PillowWriter
 from rich.table import Table
 
 import tl_coupling as tlc
@@ -65,6 +67,10 @@ def checkpoints(
         # file and the table of choices have both.
         data = tlc.surveys.one_orientation(data)
         work.finish(_summary(data), _pictures(data))
+        # Each frame takes as long as a picture.
+        with work.console.stage("drawing the animation …"):
+            for k in data["k"].values.tolist():
+                work.write(f"emergence-k{k}.gif", partial(_animate, data, k))
         work.shown.append(_table(data))
     # After all is written: the results of the others stay.
     stop_if_any_failed(data)
@@ -101,6 +107,12 @@ def _pictures(data: "xarray.Dataset") -> Pictures:
             f"strip-k{k}.png": partial(plots.plot_coupling_strip, data, k=k),
         }
     return pictures
+
+
+def _animate(data: "xarray.Dataset", k: int, path: Path) -> None:
+    """Write coupling at every checkpoint as a GIF."""
+    animation = tlc.plots.animate_coupling(data, k=k)
+    animation.save(path, writer=PillowWriter(fps=2), dpi=90)
 
 
 def _table(data: "xarray.Dataset") -> Table:

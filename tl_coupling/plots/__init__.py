@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from tl_coupling.studies.plots import *  # noqa: F403
 
 __all__ = [
+    "animate_coupling",
     "off_screen",
     "paper_style",
     "plot_ablation",

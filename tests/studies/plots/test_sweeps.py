@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import xarray
 from matplotlib.collections import LineCollection
+from PIL import Image
 from scipy import stats
 
 from tl_coupling.plots.labels import off_screen
 from tl_coupling.studies.plots.growth import plot_growth, plot_shapes
 from tl_coupling.studies.plots.sweeps import (
+    animate_coupling,
     plot_adjacency_strip,
     plot_coupling_strip,
     plot_emergence,
@@ -514,3 +516,25 @@ def test_titles_leave_out_the_name_of_a_temporary_folder():
     assert words[1].startswith("width64 · ")
     kept = sweep().assign_attrs(model=str(folder / "runs" / "width64"))
     assert "\nruns/width64 · " in plot_emergence(kept).get_suptitle()
+
+
+def test_the_animation_has_a_frame_for_each_checkpoint(tmp_path: Path) -> None:
+    data = sweep()
+    animation = animate_coupling(data, k=int(data["k"][0]))
+    file = tmp_path / "emergence.gif"
+    animation.save(file, writer="pillow", dpi=40)
+    steps = data["checkpoint"].values.tolist()
+    with Image.open(file) as picture:
+        assert picture.n_frames == len(steps)
+    # The last frame shows the last checkpoint.
+    (drawn,) = animation._fig.axes[0].images
+    expected = data["coupling"].sel(k=data["k"][0], checkpoint=steps[-1])
+    for dim in ("prompt", "seed"):
+        if dim in expected.dims:
+            expected = expected.mean(dim)
+    shown = np.asarray(drawn.get_array())
+    off_diagonal = ~np.eye(len(shown), dtype=bool)
+    assert np.allclose(
+        shown[off_diagonal],
+        expected.transpose("layer", "other_layer").values[off_diagonal],
+    )

@@ -16,12 +16,14 @@ from tl_coupling.studies.plots.surveys import (
     plot_quartiles,
 )
 from tl_coupling.studies.plots.sweeps import (
+    animate_coupling,
     plot_adjacency_strip,
     plot_coupling_strip,
     plot_emergence,
 )
 
 __all__ = [
+    "animate_coupling",
     "plot_adjacency_strip",
     "plot_coupling_strip",
     "plot_covariates",

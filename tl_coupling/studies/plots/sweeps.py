@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps, rcParams
+from matplotlib.animation import FuncAnimation
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from tl_coupling.arguments import Count, checked
+from tl_coupling.arguments import Count, Positive, checked
 from tl_coupling.measures import MeasureName, mean_name, null_name
 from tl_coupling.plots import draw_arcs, labels, most_arcs, weighted_pairs
 from tl_coupling.results import RANDOM_SUBSPACES
@@ -155,6 +158,58 @@ def plot_coupling_strip(
         fig, heading("Depth coupling across training", {"data": data}, "mean")
     )
     return fig
+
+
+@checked
+def animate_coupling(
+    data: "xarray.Dataset",
+    *,
+    checkpoints: Sequence[int] | None = None,
+    k: int | None = None,
+    measure: MeasureName = "coupling",
+    seconds: Positive = 0.6,
+) -> FuncAnimation:
+    """Animate the heat map of all pairs of layers over the checkpoints.
+
+    Shows in which order layers couple. One colour scale; otherwise as in
+    `plot_coupling_strip`. In a notebook: `HTML(animation.to_jshtml())`.
+
+    Args:
+        checkpoints: which, in this order; all by default.
+        k, measure: as in `plot_coupling_strip`, with the same errors.
+        seconds: for each checkpoint.
+
+    Example:
+        >>> animation = tlc.plots.animate_coupling(sweep, k=4)
+        >>> animation.save("emergence.gif", writer="pillow")
+    """
+    k = _common_k({"data": data}, k, measure)
+    every_step = data["checkpoint"].values.tolist()
+    steps, maps = _maps(data, checkpoints or every_step, k, measure)
+    # Its own: pyplot would show the first frame beside the animation.
+    fig = Figure(figsize=(4.4, 4), layout="constrained")
+    ax = fig.subplots()
+    cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(
+        bad=labels.UNDEFINED
+    )
+    # A model of one layer has no pairs, and NaN alone.
+    vmax = float(np.nanmax(maps)) if maps.shape[1] > 1 else 1.0
+    image = ax.imshow(maps[0], vmin=0, vmax=vmax, cmap=cmap)
+    for axis in (ax.xaxis, ax.yaxis):
+        labels.name_ticks(axis, data["layer"].values.tolist(), 8)
+    ax.set_xlabel("layer of the singular vectors")
+    ax.set_ylabel("layer of J₁")
+    fig.colorbar(image, ax=ax, label=labels.measure_label(measure, k))
+    title = ax.set_title(_step_name(steps[0]))
+
+    def show(frame: int) -> tuple[Artist, ...]:
+        image.set_data(maps[frame])
+        title.set_text(_step_name(steps[frame]))
+        return image, title
+
+    # A bare figure has no canvas that can save frames.
+    FigureCanvasAgg(fig)
+    return FuncAnimation(fig, show, frames=len(steps), interval=1000 * seconds)
 
 
 @checked
