@@ -22,6 +22,7 @@ from tl_coupling import spectra as spectra
 from tl_coupling import statistics as statistics
 from tl_coupling import surveys as surveys
 from tl_coupling import traces as traces
+from tl_coupling import training as training
 from tl_coupling import trajectories as trajectories
 from tl_coupling.comparisons import CouplingMap as CouplingMap
 from tl_coupling.comparisons import carriers as carriers

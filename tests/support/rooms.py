@@ -17,7 +17,7 @@ LEVELS = [
     "blocks",
     "jacobians",
     "comparisons influence trajectories dynamics",
-    "directions",
+    "directions training",
     "portraits",
     "plots interactive report",
     "studies.surveys",

@@ -1,0 +1,243 @@
+"""Differentiable coupling: its value against the library's, its gradient against finite
+differences, and what it does to a model.
+"""
+
+import math
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tiny
+import tl_coupling as tlc
+
+K = 4
+IDS = torch.tensor([[1, 5, 3, 9, 2, 7]])
+
+
+def gpt2() -> nn.Module:
+    return tiny.huggingface_model("gpt2", dtype=torch.float64)
+
+
+def objective(model: nn.Module, **options: object) -> Tensor:
+    return tlc.training.coupling(
+        tiny.layers_of(model), lambda: model(IDS), K, **options
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("positions", [(-1,), (1, 4)])
+def test_the_value_is_that_of_depth_coupling(
+    architecture: str, positions: tuple[int, ...]
+) -> None:
+    model = tiny.huggingface_model(architecture, dtype=torch.float64)
+    blocks = tiny.layers_of(model)
+    value = tlc.training.coupling(blocks, lambda: model(IDS), K, positions=positions)
+    trace = tlc.trace_modules(blocks, lambda: model(IDS))
+    means = [tlc.depth_coupling(trace, K, position).mean() for position in positions]
+    # HuggingFace's norms compute in float32, whatever the model is in.
+    assert value.item() == pytest.approx(sum(means) / len(means), abs=1e-6)
+
+
+def jacobians(model: nn.Module) -> list[Tensor]:
+    """`∂ f(X)_T / ∂ x_T` of each block, by differentiating twice nothing: one row after
+    the other, through the block as the model calls it.
+    """
+    calls: list[tuple[nn.Module, Tensor, dict[str, object]]] = []
+    hooks = [
+        block.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append(
+                (module, args[0].detach(), kwargs)
+            ),
+            with_kwargs=True,
+        )
+        for block in tiny.layers_of(model)
+    ]
+    with torch.no_grad():
+        model(IDS)
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for block, X, kwargs in calls:
+
+        def added(row: Tensor, block=block, X=X, kwargs=kwargs) -> Tensor:
+            stream = torch.cat([X[:, :-1], row[None, None]], 1)
+            output = block(stream, **kwargs)
+            output = output[0] if isinstance(output, tuple) else output
+            return output[0, -1] - row
+
+        found.append(torch.autograd.functional.jacobian(added, X[0, -1]))
+    return found
+
+
+def naive_coupling(J: list[Tensor], frames: list[Tensor]) -> float:
+    values = []
+    for row, J_1 in enumerate(J):
+        for column, J_2 in enumerate(frames):
+            if row == column:
+                continue
+            U, _, Vh = torch.linalg.svd(J_2)
+            A = U[:, :K].T @ J_1 @ Vh[:K].T
+            off = A - torch.diag(torch.diag(A))
+            values.append(1 - off.norm() / A.norm())
+    return float(torch.stack(values).mean())
+
+
+@pytest.mark.parametrize("frames", ["detached", "differentiated"])
+def test_the_gradient_is_that_of_finite_differences(
+    frames: Literal["detached", "differentiated"],
+) -> None:
+    """Along three random directions in the space of all parameters."""
+    model = gpt2()
+    parameters = list(model.parameters())
+    objective(model, frames=frames).backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    fixed = jacobians(model)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        directions = [
+            torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            * p.norm()
+            / math.sqrt(p.numel())
+            for p in parameters
+        ]
+        predicted = sum(
+            float((g * v).sum()) for g, v in zip(gradients, directions, strict=True)
+        )
+        step = 1e-5
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for p, v in zip(parameters, directions, strict=True):
+                    p.add_(v, alpha=sign * step)
+            J = jacobians(model)
+            values.append(naive_coupling(J, fixed if frames == "detached" else J))
+            with torch.no_grad():
+                for p, v in zip(parameters, directions, strict=True):
+                    p.sub_(v, alpha=sign * step)
+        slope = (values[0] - values[1]) / (2 * step)
+        assert predicted == pytest.approx(slope, rel=1e-4, abs=1e-7)
+
+
+def test_constant_activations_leave_blocks_before_alone() -> None:
+    model = gpt2()
+    value = objective(model, activations="detached")
+    value.backward()
+    assert model.get_input_embeddings().weight.grad is None
+    assert all(
+        p.grad is not None for p in tiny.layers_of(model)[0].parameters() if p.ndim > 1
+    )
+    whole = gpt2()
+    objective(whole).backward()
+    assert whole.get_input_embeddings().weight.grad is not None
+
+
+def test_gradients_accumulate_and_autocast_changes_nothing() -> None:
+    model = tiny.huggingface_model("llama").train()
+    objective(model).backward()
+    once = [p.grad.clone() for p in tiny.layers_of(model).parameters()]
+    with torch.autocast("cpu", torch.bfloat16):
+        value = objective(model)
+    value.backward()
+    for p, gradient in zip(tiny.layers_of(model).parameters(), once, strict=True):
+        assert torch.allclose(p.grad, 2 * gradient, rtol=1e-4, atol=1e-6)
+    assert model.training
+
+
+def test_chunks_change_nothing() -> None:
+    model = gpt2()
+    assert objective(model, chunk_size=5).item() == pytest.approx(
+        objective(model).item(), abs=1e-12
+    )
+
+
+def test_bad_input_is_refused() -> None:
+    model = gpt2()
+    blocks = tiny.layers_of(model)
+    with pytest.raises(ValueError, match="`blocks` must be two or more"):
+        tlc.training.coupling(blocks[:1], lambda: model(IDS), K)
+    with pytest.raises(ValueError, match="`positions` must be within"):
+        objective(model, positions=(9,))
+    with pytest.raises(ValueError, match="must call each of the 2 blocks once"):
+        tlc.training.coupling(blocks, lambda: None, K)
+
+
+# --- what it does to a model
+
+
+class Block(nn.Module):
+    """Attention and MLP of width 64, each behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
+        self.qkv = nn.Linear(64, 192, bias=False)
+        self.out = nn.Linear(64, 64, bias=False)
+        self.mlp = nn.Sequential(
+            nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, _ = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(n, t, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        z = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.out(z.transpose(1, 2).reshape(n, t, 64))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.positions = nn.Embedding(64, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(64, 256, bias=False)
+        for parameter in self.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.7 / math.sqrt(parameter.shape[1]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.positions.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def coupling_after(sign: int, n_steps: int = 100) -> float:
+    """Coupling on text that was not trained on, after steps up (1) or down (−1)."""
+    torch.manual_seed(0)
+    model = Model()
+    text = torch.tensor(list((__doc__ or "").encode()) * 40)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(n_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1, step / 10)
+        places = torch.randint(0, len(text) - 33, (8,), generator=generator)
+        ids = torch.stack([text[i : i + 33] for i in places.tolist()])
+        loss = nn.functional.cross_entropy(
+            model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
+        )
+        if sign:
+            objective = tlc.training.coupling(
+                model.blocks,
+                lambda ids=ids: model(ids[:1, :16]),
+                8,
+                activations="detached",
+            )
+            loss = loss - sign * objective
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    held_out = torch.tensor(list(b"A sentence that nobody trained on.")[:16])[None]
+    return tlc.training.measure(model.blocks, lambda: model(held_out), 8).coupling
+
+
+@pytest.mark.long("trains three small models")
+def test_a_hundred_steps_move_coupling_up_and_down() -> None:
+    untouched = coupling_after(0)
+    up, down = coupling_after(1), coupling_after(-1)
+    assert up > 0.6, (up, untouched, down)
+    assert down < 0.08, (up, untouched, down)
+    assert down < untouched < up

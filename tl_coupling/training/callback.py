@@ -1,0 +1,260 @@
+"""Coupling at every so many steps of HuggingFace's `Trainer`, or of any loop."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from tl_coupling.arguments import Count, Positive, checked, warn_caller
+from tl_coupling.measures import mean_name, null_name
+from tl_coupling.training.measuring import CouplingOfStep, measure
+
+if TYPE_CHECKING:
+    import xarray
+
+Ids = Sequence[int] | Tensor
+
+
+@checked
+class CouplingCallback(TrainerCallback):
+    """Measure coupling on some prompts as a model is trained.
+
+    With HuggingFace's `Trainer`::
+
+        coupling = CouplingCallback(prompts, every=100, k=10)
+        trainer = Trainer(model, …, callbacks=[coupling])
+        coupling.log = trainer.log  # to what the trainer reports to
+
+    in any other loop, Lightning's `on_train_batch_end` or accelerate's on the main
+    process::
+
+        coupling.step(step, model)
+
+    Training is not disturbed: losses are the same to the bit (`measure`). Under DDP the
+    first process measures.
+
+    Args:
+        prompts: texts, or token ids.
+        every: steps between measurements; the first is before training.
+        k: numbers of top singular vectors, one or several.
+        tokenizer: of texts; by default the trainer's `processing_class`.
+        blocks: gives a model's residual blocks, in order; by default its longest list
+            of modules of one class.
+        max_seconds: for all measurements together; after that there are none, with a
+            warning.
+
+    Attributes:
+        log: is called with each measurement's numbers, by name.
+        steps: measured steps.
+
+    Raises:
+        ValueError: no prompts; texts without a tokenizer; blocks that are not found.
+
+    Example:
+        >>> Layer = torch.nn.TransformerEncoderLayer
+        >>> network = torch.nn.Sequential(*[Layer(16, 2, 32, norm_first=True)] * 2)
+        >>> callback = tlc.training.CouplingCallback([[1, 2, 3]], every=10, k=4)
+        >>> callback.every, callback.steps
+        (10, [])
+    """
+
+    def __init__(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        every: Count = 100,
+        k: int | Sequence[int] = (10,),
+        *,
+        tokenizer: Any = None,
+        blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        max_seconds: Positive | None = None,
+    ) -> None:
+        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not self.prompts:
+            raise ValueError("`prompts` is empty: wanted at least one")
+        self.every = every
+        self.ks = sorted({k} if isinstance(k, int) else set(k))
+        self.tokenizer = tokenizer
+        self.blocks = blocks or residual_blocks
+        self.max_seconds = max_seconds
+        self.log: Callable[[dict[str, float]], object] | None = None
+        self.seconds = 0.0
+        self._measured: dict[int, list[CouplingOfStep]] = {}
+        self._losses: dict[int, list[float]] = {}
+        self._step_began = time.perf_counter()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were measured."""
+        return list(self._measured)
+
+    def step(self, step: int, model: nn.Module) -> dict[str, float] | None:
+        """Measure the model if it is the turn of this step; return what is logged.
+
+        Raises as `measure`.
+        """
+        if step % self.every or step in self._measured:
+            return None
+        if self.max_seconds is not None and self.seconds >= self.max_seconds:
+            warn_caller(
+                f"coupling took {self.seconds:.0f} s of {self.max_seconds:.0f} s "
+                f"(`max_seconds`): it is not measured at step {step} and later ones"
+            )
+            return None
+        # DDP and the like wrap the model; their own call would wait for other processes.
+        inner: nn.Module = getattr(model, "module", model)
+        blocks = list(self.blocks(inner))
+        device = next(inner.parameters()).device
+        measured: list[CouplingOfStep] = []
+        losses: list[float] = []
+        for prompt in self.prompts:
+            ids = self._ids(prompt).to(device)
+            outputs: list[Any] = []
+
+            def run(ids: Tensor = ids, outputs: list[Any] = outputs) -> None:
+                outputs.append(inner(ids))
+
+            measured.append(measure(blocks, run, self.ks[-1]))
+            losses.append(_loss(outputs[0], ids))
+        self._measured[step] = measured
+        self._losses[step] = losses
+        self.seconds += sum(each.seconds for each in measured)
+        logs = self._logs(measured)
+        if self.log is not None:
+            self.log(logs)
+        return logs
+
+    def to_dataset(self) -> "xarray.Dataset":
+        """Return the run as `checkpoint_sweep` does: `plot_emergence` and others take it.
+
+        Example:
+            >>> Layer = torch.nn.TransformerEncoderLayer
+            >>> tlc.training.CouplingCallback([[1]], k=4).to_dataset()
+            Traceback (most recent call last):
+            ValueError: nothing was measured yet: train, or call `step`
+        """
+        import xarray
+
+        if not self._measured:
+            raise ValueError("nothing was measured yet: train, or call `step`")
+        dims = ("checkpoint", "prompt", "k")
+        maps = [[each.depth for each in step] for step in self._measured.values()]
+        first = maps[0][0]
+
+        def of_each(value: Callable[[Any, int], Any]) -> list[Any]:
+            return [
+                [[value(depth, k) for k in self.ks] for depth in step] for step in maps
+            ]
+
+        coupling = torch.tensor(of_each(lambda depth, k: depth.coupling(k).tolist()))
+        scores = [
+            [each.line_shape_score for each in step] for step in self._measured.values()
+        ]
+        return xarray.Dataset(
+            {
+                "coupling": ((*dims, "layer", "other_layer"), coupling.numpy()),
+                mean_name("coupling"): (dims, of_each(lambda depth, k: depth.mean(k))),
+                null_name("coupling"): (dims, of_each(lambda depth, k: depth.null(k))),
+                "line_shape_score": (dims[:2], scores),
+                "loss": (dims[:2], list(self._losses.values())),
+            },
+            {
+                "checkpoint": self.steps,
+                "prompt": [str(i) for i in range(len(self.prompts))],
+                "k": self.ks,
+                "layer": list(first.row_layers),
+                "other_layer": list(first.col_layers),
+            },
+            {"model": first.provenance.get("model"), "diagonal": 0},
+        )
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Measure the model before its first step."""
+        self._on_step(state, control, kwargs)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Measure the model every so many steps."""
+        self._on_step(state, control, kwargs)
+
+    def _on_step(
+        self, state: TrainerState, control: TrainerControl, given: dict[str, Any]
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self.tokenizer is None:
+            self.tokenizer = given.get("processing_class")
+        # A log in between would stand for the one of the loss that is due.
+        logs_loss = control.should_log
+        self.step(state.global_step, given["model"])
+        control.should_log = logs_loss
+
+    def _ids(self, prompt: str | Ids) -> Tensor:
+        if not isinstance(prompt, str):
+            return torch.as_tensor(prompt).reshape(1, -1)
+        if self.tokenizer is None:
+            raise ValueError(
+                "`tokenizer` is needed for prompts that are texts: give it, or give the "
+                "trainer a `processing_class`"
+            )
+        ids: Tensor = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        return ids
+
+    def _logs(self, measured: Sequence[CouplingOfStep]) -> dict[str, float]:
+        """Return the means over prompts."""
+        every = [each.logs() for each in measured]
+        return {
+            name: sum(logs[name] for logs in every) / len(every) for name in every[0]
+        }
+
+
+def residual_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the residual blocks of a HuggingFace model: its longest list of modules of
+    one class.
+
+    Raises ValueError where there is none, or two are as long.
+    """
+    lists = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        and len({type(part) for part in module}) == 1
+    ]
+    longest = max(map(len, lists), default=0)
+    found = [blocks for blocks in lists if len(blocks) == longest]
+    if longest < 2 or len(found) > 1:
+        raise ValueError(
+            f"`blocks` must say which modules of {type(model).__name__} are its residual "
+            "blocks: `blocks=lambda model: model.layers`"
+        )
+    return found[0]
+
+
+def _loss(output: Any, ids: Tensor) -> float:
+    """Return the loss per token of what a language model gave; NaN for any other."""
+    logits = getattr(output, "logits", None)
+    if logits is None or logits.ndim != 3 or ids.shape[1] < 2:
+        return float("nan")
+    return float(
+        nn.functional.cross_entropy(
+            logits[0, :-1].float(), ids[0, 1:].to(logits.device)
+        )
+    )

@@ -1,0 +1,148 @@
+"""Measure a model that is being trained, and leave it as it was."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from tl_coupling.arguments import checked
+from tl_coupling.blocks import Trace, trace_modules
+from tl_coupling.comparisons import CouplingMap, depth_coupling
+from tl_coupling.trajectories import expodistance, line_shape_score
+
+
+@dataclass(frozen=True, eq=False)
+class CouplingOfStep:
+    """What was measured at one step of training, at one token of one input.
+
+    Attributes:
+        coupling: mean coupling of different blocks at k.
+        null: what random subspaces would give.
+        line_shape_score: of the token's path; 1 is a straight line.
+        expodistance: of the token's path; 0 is exponential growth.
+        depth: coupling of every two blocks, up to k.
+        trace: the traced input.
+        seconds: that it took.
+
+    Example:
+        >>> Layer = torch.nn.TransformerEncoderLayer
+        >>> blocks = [Layer(16, 2, 32, norm_first=True) for _ in range(3)]
+        >>> network, x = torch.nn.Sequential(*blocks), torch.randn(5, 1, 16)
+        >>> step = tlc.training.measure(blocks, lambda: network(x), k=4)
+        >>> sorted(step.logs())[:2]
+        ['coupling/expodistance', 'coupling/line_shape_score']
+    """
+
+    coupling: float
+    null: float
+    line_shape_score: float
+    expodistance: float
+    depth: CouplingMap
+    trace: Trace
+    seconds: float
+
+    def logs(self) -> dict[str, float]:
+        """Return the numbers by the names under which they are logged."""
+        return {
+            "coupling/mean": self.coupling,
+            "coupling/null": self.null,
+            "coupling/line_shape_score": self.line_shape_score,
+            "coupling/expodistance": self.expodistance,
+            "coupling/seconds": self.seconds,
+        }
+
+
+@checked
+def measure(
+    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
+    run: Callable[[], object],
+    k: int | None = None,
+    *,
+    position: int = -1,
+) -> CouplingOfStep:
+    """Measure coupling across depth of a model in training, and leave it as it was.
+
+    The model runs once in eval mode, without gradients. Whatever happens, the mode of
+    every module, the gradients, and the states of random numbers are as before, so that
+    losses that follow are the same to the bit.
+
+    Args:
+        blocks: the model's residual blocks, in order, as in `trace_modules`: of a
+            HuggingFace model `model.model.layers` or `model.transformer.h`.
+        run: runs the model once, on one input: `lambda: model(ids)`. Under DDP the
+            wrapped model, `lambda: ddp.module(ids)`, on one rank: a call of DDP itself
+            would wait for the others.
+        k: how many top singular vectors: 50, or all of a narrower model, by default.
+        position: the token; the last by default.
+
+    Raises:
+        ValueError: as `trace_modules` and `depth_coupling`.
+
+    Cost: a forward pass, and `depth_coupling`.
+
+    Example:
+        >>> Layer = torch.nn.TransformerEncoderLayer
+        >>> blocks = [Layer(16, 2, 32, norm_first=True) for _ in range(3)]
+        >>> network, x = torch.nn.Sequential(*blocks), torch.randn(5, 1, 16)
+        >>> step = tlc.training.measure(blocks, lambda: network(x), k=4)
+        >>> 0 < step.coupling < 1, round(step.null, 3)
+        (True, 0.134)
+    """
+    start = time.perf_counter()
+    modules = list(blocks)
+    with undisturbed(modules):
+        trace = trace_modules(modules, run)
+        depth = depth_coupling(trace, k, position, progress=False)
+    path = trace.residual[:, trace.position_index(position)]
+    return CouplingOfStep(
+        coupling=depth.mean(),
+        null=depth.null(),
+        line_shape_score=float(line_shape_score(path)),
+        expodistance=float(expodistance(path)),
+        depth=depth,
+        trace=trace,
+        seconds=time.perf_counter() - start,
+    )
+
+
+@contextmanager
+def undisturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the blocks, and every module that is called here, in eval mode for a while.
+
+    Random numbers that are drawn here are drawn again afterwards.
+    """
+    modes: dict[nn.Module, bool] = {}
+    thread = threading.get_ident()
+
+    def switch(module: nn.Module, _: object = None) -> None:
+        # Other threads may be training other models.
+        if module.training and threading.get_ident() == thread:
+            modes[module] = True
+            module.training = False
+
+    devices = {p.device for block in blocks for p in block.parameters()}
+    accelerators = [device for device in devices if device.type == "cuda"]
+    python_state = random.getstate()
+    # The legacy generator is the one that training code shares.
+    numpy_state = np.random.get_state()  # noqa: NPY002
+    for block in blocks:
+        for module in block.modules():
+            switch(module)
+    # What `run` calls beside the blocks (embeddings with dropout) is known only as it is
+    # called; a parent is called before its parts.
+    hook = nn.modules.module.register_module_forward_pre_hook(switch)
+    try:
+        with torch.random.fork_rng(accelerators), torch.no_grad():
+            yield
+    finally:
+        hook.remove()
+        for module, mode in modes.items():
+            module.training = mode
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002

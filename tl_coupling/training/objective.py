@@ -1,0 +1,181 @@
+"""Coupling as a scalar with a gradient, for objectives and probes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+import torch
+from einops import einsum
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tl_coupling.arguments import Count, checked
+from tl_coupling.blocks import BlockCall, hidden_states
+from tl_coupling.spectra import fitting_k
+
+Frames = Literal["detached", "differentiated"]
+
+
+@checked
+def coupling(
+    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
+    run: Callable[[], object],
+    k: int | None = None,
+    *,
+    positions: Sequence[int] = (-1,),
+    frames: Frames = "detached",
+    activations: Frames = "differentiated",
+    chunk_size: Count | None = None,
+) -> Float[Tensor, ""]:
+    r"""Return mean coupling of different blocks as a scalar that can be differentiated.
+
+    .. math:: \frac{1}{L (L - 1)} \sum_{l \ne q} 1 - \tilde m(U_{q,k}^\top J^l V_{q,k})
+
+    It is `depth_coupling(…).mean(k)` at the same inputs, averaged over positions, with
+    a gradient to the parameters: add it to a loss to lower coupling, subtract it to
+    raise it. The model runs once more, in eval mode, and the caller's graph is left
+    alone: gradients accumulate as those of any other term.
+
+    Args:
+        blocks, run: as in `measure`.
+        k: how many top singular vectors: 50, or all of a narrower model, by default.
+        positions: the tokens; the last by default.
+        frames: whether the singular vectors of the other block are constants, so that
+            only `J^l` is moved into them, or are differentiated as well. A gradient
+            through singular vectors holds `1 / (σ_i² − σ_j²)`: where two singular values
+            are close it is large and says little, and where they are equal it is not
+            finite.
+        activations: whether the stream that enters each block is a constant, so that
+            each block is moved for its own Jacobian alone, or carries gradients to the
+            blocks before.
+        chunk_size: rows of a Jacobian that are computed at a time; all by default.
+
+    Raises:
+        ValueError: fewer than two blocks, a k or position out of range, or a run that
+            does not call each block once, on one input.
+
+    Cost: a forward pass of each block and `d_model` backward passes of it for each
+    position, whose graph is kept; then the backward pass through them. It grows with
+    the prompt: a few positions of short inputs do.
+
+    Example:
+        >>> Layer = torch.nn.TransformerEncoderLayer
+        >>> blocks = [Layer(16, 2, 32, norm_first=True) for _ in range(3)]
+        >>> network, x = torch.nn.Sequential(*blocks), torch.randn(5, 1, 16)
+        >>> objective = tlc.training.coupling(blocks, lambda: network(x), k=4)
+        >>> objective.backward()
+        >>> bool(network[0].linear1.weight.grad.isfinite().all())
+        True
+    """
+    modules = list(blocks)
+    if len(modules) < 2:
+        raise ValueError(f"`blocks` must be two or more, got {len(modules)}")
+    if not positions:
+        raise ValueError("`positions` is empty: wanted at least one token")
+    with _evaluated_with_gradients(modules):
+        calls = _recorded_calls(modules, run)
+        if activations == "detached":
+            calls = [(call, X.detach()) for call, X in calls]
+        n_pos, d_model = calls[0][1].shape
+        k = fitting_k(k, d_model)
+        places = [_index(position, n_pos) for position in positions]
+        return torch.stack(
+            [
+                _mean_coupling(
+                    torch.stack([_jacobian(*call, t, chunk_size) for call in calls]),
+                    k,
+                    frames,
+                )
+                for t in places
+            ]
+        ).mean()
+
+
+def _index(position: int, n_pos: int) -> int:
+    if not -n_pos <= position < n_pos:
+        raise ValueError(
+            f"`positions` must be within [{-n_pos}, {n_pos - 1}], got {position}"
+        )
+    return position % n_pos
+
+
+@contextmanager
+def _evaluated_with_gradients(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Run in eval mode, in the dtype of the weights, with attention that has second
+    derivatives.
+    """
+    from tl_coupling.training.measuring import undisturbed
+
+    device = next(blocks[0].parameters(), torch.empty(0)).device
+    with (
+        undisturbed(blocks),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        yield
+
+
+def _recorded_calls(
+    blocks: Sequence[nn.Module], run: Callable[[], object]
+) -> list[tuple[BlockCall, Float[Tensor, "n_pos d_model"]]]:
+    """Return the call of each block, and the stream that entered it, with its graph."""
+    calls: list[tuple[BlockCall, Tensor]] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, residual = BlockCall.captured(module, args, kwargs)
+        # A block may add to the stream in place.
+        calls.append((call, call.rows(residual.clone())))
+
+    with ExitStack() as hooks:
+        for block in blocks:
+            hooks.enter_context(block.register_forward_pre_hook(note, with_kwargs=True))
+        run()
+    called = [call.module for call, _ in calls]
+    if called != list(blocks):
+        raise ValueError(
+            f"`run` must call each of the {len(blocks)} blocks once, in their order, got "
+            f"{len(called)} calls"
+        )
+    return calls
+
+
+def _jacobian(
+    call: BlockCall,
+    X: Float[Tensor, "n_pos d_model"],
+    t: int,
+    chunk_size: int | None,
+) -> Float[Tensor, "d_model d_model"]:
+    """Return `∂ f(X)_t / ∂ x_t` with a graph to the parameters and to X."""
+    d_model = X.shape[1]
+    # Zero, and a leaf: the stream itself keeps its own graph.
+    moved = X.new_zeros(d_model, requires_grad=True)
+    row = torch.zeros(len(X), 1, dtype=X.dtype, device=X.device)
+    row[t] = 1
+    stream = X + row * moved
+    y = hidden_states(call(stream))[t] - stream[t]
+    rows = torch.eye(d_model, dtype=y.dtype, device=y.device)
+    parts = [
+        torch.autograd.grad(y, moved, seeds, create_graph=True, is_grads_batched=True)[
+            0
+        ]
+        for seeds in rows.split(chunk_size or d_model)
+    ]
+    return torch.cat(parts)
+
+
+def _mean_coupling(
+    J: Float[Tensor, "n_layers d_model d_model"], k: int, frames: Frames
+) -> Float[Tensor, ""]:
+    decomposed = J.detach() if frames == "detached" else J
+    U, _, Vh = torch.linalg.svd(decomposed)
+    images = einsum(J, Vh[:, :k], "row out d, column k d -> row column out k")
+    A = einsum(U[..., :k], images, "column out j, row column out k -> row column j k")
+    energy = A.square()
+    total = energy.sum((-1, -2))
+    diagonal = energy.diagonal(dim1=-2, dim2=-1).sum(-1)
+    different = ~torch.eye(len(J), dtype=torch.bool, device=J.device)
+    off_share = (total - diagonal)[different] / total[different]
+    # Rounding may leave a share below 0, whose root has no gradient.
+    return 1 - off_share.clamp_min(torch.finfo(J.dtype).eps).sqrt().mean()
