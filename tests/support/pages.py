@@ -44,6 +44,7 @@ PAGES = [
             "how-to/models",
             "how-to/other-models",
             "how-to/checkpoints",
+            "how-to/training",
             "how-to/surveys",
             "how-to/cluster",
         ),
