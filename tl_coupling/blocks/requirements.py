@@ -6,17 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tl_coupling.models import describe_kind
+from tl_coupling.models import describe_kind, is_huggingface
 
 
 def check_one_stream(model: nn.Module) -> None:
     """Raise unless this is a TransformerLens model with one residual stream that draws
     no random numbers.
     """
+    if is_huggingface(model):
+        # `trace` puts a bridge around it, which is checked then.
+        return
     if not hasattr(model, "cfg"):
         raise TypeError(
-            "wanted a TransformerLens model (TransformerBridge or HookedTransformer), "
-            f"got {type(model).__name__}; `tl_coupling.load_model(name)` makes one, and "
+            "wanted a TransformerLens model (TransformerBridge or HookedTransformer) or "
+            f"a HuggingFace one, got {type(model).__name__}; "
+            "`tl_coupling.load_model(name)` makes one, and "
             "`tl_coupling.trace_modules` takes any residual network"
         )
     kind = describe_kind(model)

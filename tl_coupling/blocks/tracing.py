@@ -26,9 +26,11 @@ from tl_coupling.blocks.sweeps import Sweep
 from tl_coupling.blocks.trace import StreamedTrace, Trace
 from tl_coupling.models import (
     ModelInput,
+    bridge_around,
     describe_model,
     describe_modules,
     facts_of,
+    is_huggingface,
     missing_head,
     model_input,
 )
@@ -49,6 +51,7 @@ def trace(
         _ONE_INPUT,
     ],
     *,
+    tokenizer: Any = None,
     prepend_bos: bool | None = None,
     final_norm: bool = False,
     dtype: FloatDtype | None = None,
@@ -69,7 +72,10 @@ def trace(
     runs as it was written.
 
     Args:
-        model: a TransformerBridge or HookedTransformer, in eval mode. Measured as it
+        model: a TransformerBridge or HookedTransformer, in eval mode, or a HuggingFace
+            model in memory (fine-tuned, with an adapter of peft), which is measured in
+            eval mode and left as it is; a bridge is put around its weights for each
+            call, so `load_model(hf_model=…)` once is faster for many. Measured as it
             is: processed weights (`center_writing_weights`) raise a warning, because
             they change the residual stream.
         prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they
@@ -81,6 +87,8 @@ def trace(
             upright, as its EXIF orientation says. Greys of 16 bits are scaled to 8; of
             frames one is read, CMYK becomes RGB, transparency is ignored: with a
             remark.
+        tokenizer: of a HuggingFace model in memory; without it, give token ids. Others
+            have theirs.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer, not
             TransformerLens. Tokens that the tokenizer appends are left off, except for
             bidirectional models (BERT).
@@ -107,6 +115,14 @@ def trace(
         >>> torch.allclose(Y, trace.residual[1], atol=1e-5)
         True
     """
+    if is_huggingface(model):
+        model = bridge_around(model, tokenizer)
+        check_one_stream(model)
+    elif tokenizer is not None:
+        raise ValueError(
+            f"`tokenizer` is for HuggingFace models, {type(model).__name__} has its own: "
+            "leave it out"
+        )
     # A prompt names its image; its text is what a tokenizer gets.
     if isinstance(prompt, Prompt):
         prompt = Path(prompt.image) if prompt.image else prompt.prompt

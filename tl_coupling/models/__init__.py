@@ -5,6 +5,7 @@ from tl_coupling.models.devices import named_device
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
+from tl_coupling.models.in_memory import bridge_around, is_huggingface
 from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
 from tl_coupling.models.lens_tools import (
     JacobianLens,

