@@ -176,7 +176,9 @@ def test_the_picture_has_both_maps_on_one_scale(maps, hooked):
     drawn = np.ma.filled(difference.get_array().astype(float), np.nan)
     np.testing.assert_allclose(drawn[~own], comparison.differences.numpy()[~own])
     assert np.isnan(drawn[own]).all()
-    assert f"{comparison.mean_difference:+.3f}" in fig.axes[2].get_title()
+    assert f"{comparison.mean_difference:+.3f}" in fig.get_suptitle()
+    assert "dots: 0 of 6 pairs differ" in fig.get_suptitle()
+    assert {bool(ax.patch.get_hatch()) for ax in fig.axes[:3]} == {True}
 
 
 def test_two_positions_of_the_same_prompts_are_told_apart(model):

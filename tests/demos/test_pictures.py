@@ -15,6 +15,7 @@ import gap_report
 import pictures
 import tl_coupling as tlc
 from findings import findings
+from tl_coupling.results import CONTROLS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -184,6 +185,14 @@ def test_the_page_says_what_the_committed_gaps_give() -> None:
             cells.append(f"{row['slope']:.2f} {interval} | {row['vif']:.1f}")
         expected = f"| {question} | {' | '.join(cells)} |".replace("-", "−")
         assert expected in page
+
+
+def test_pages_figures_and_tables_have_one_name_for_each_control() -> None:
+    page = (DOCS / "findings" / "directions.md").read_text()
+    rows = re.findall(r"^\| ([a-z][a-z, ]+) \| [−\d]", page, flags=re.MULTILINE)
+    names = {*CONTROLS.values(), *(f"minus {name}" for name in CONTROLS.values())}
+    assert len(rows) > 10
+    assert {row for row in rows if not row.startswith("the ten")} <= names
 
 
 def test_every_text_is_counted_for_each_model() -> None:

@@ -23,7 +23,7 @@ from tl_coupling.cli.tables import table_of
 from tl_coupling.comparisons import Carriers, HeadCoupling, Share, strongest_heads
 from tl_coupling.measures import Orientation
 from tl_coupling.prompts import Prompt
-from tl_coupling.results import Saved
+from tl_coupling.results import RANDOM_AXES, RANDOM_SUBSPACES, Saved
 
 _SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
 _SHARES: tuple[Share, ...] = (*_SHOWN, "energy_share")
@@ -232,7 +232,7 @@ def _table(results: dict[str, Carriers]) -> Table:
     title = f"{trained.provenance['model']}: what carries coupling, k = {trained.k}"
     caption = (
         "means over pairs of different layers; excess: diag A minus J\n"
-        f"null: 95 % of random subspaces\nmost excess: {heads}"
+        f"null: 95 % of {RANDOM_SUBSPACES}\nmost excess: {heads}"
     )
     numbers = ["diag A", "J", "excess", "null"]
     return table_of(title, ["run", "component"], numbers, rows, caption)
@@ -268,7 +268,7 @@ def _pairs_table(pairs: dict[str, HeadCoupling]) -> Table:
         f"{pair.jacobian_of} in {pair.vectors_of} {pair.coupling:.2f}"
         for pair in trained.strongest(_N_HEADS_SHOWN)
     )
-    numbers = ["mean", "null", "largest", "largest of random axes", "above that"]
+    numbers = ["mean", "null", "largest", f"largest of {RANDOM_AXES}", "above that"]
     caption = f"pairs of heads of different layers\nmost coupled: {strongest}"
     title = f"{trained.provenance['model']}: heads with heads, k = {trained.k}"
     return table_of(title, ["run"], numbers, rows, caption)

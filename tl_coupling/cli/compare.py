@@ -23,6 +23,7 @@ from tl_coupling.cli.options import (
 from tl_coupling.cli.tables import table_of
 from tl_coupling.comparisons import Comparison, CouplingMap
 from tl_coupling.prompts import Prompt, load_prompts
+from tl_coupling.results import RANDOM_SUBSPACES
 
 
 @command
@@ -203,7 +204,7 @@ def _table(comparisons: dict[int, Comparison]) -> Table:
     caption = (
         f"first: {first_name}\nsecond: {second_name}\n"
         f"{n_first} and {n_second} prompts; difference: second − first, {pairing}\n"
-        "pairs: of layers that differ (Holm, 5 %); null: random subspaces"
+        f"pairs: of layers that differ (Holm, 5 %); null: {RANDOM_SUBSPACES}"
     )
     title = "depth coupling 1 − m̃, mean over pairs of different layers"
     return table_of(title, [], numbers, rows, caption)

@@ -28,6 +28,7 @@ from tl_coupling.cli.tables import choices_table, coupling_table
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name, write_table
 from tl_coupling.prompts import Prompt
+from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.studies.surveys import describe_pairs, joined, measures_of_maps
 
 if TYPE_CHECKING:
@@ -278,12 +279,9 @@ class DepthResults:
         trained = self.trained
         untrained = self.maps.get("untrained")
         pictures: Pictures = {}
-        maps = list(self.maps.values())
-        # One scale over all k.
-        top = max(tlc.plots.color_scale(maps, k)[1] for k in self.ks)
         for k in self.ks:
             pictures[f"coupling-k{k}.png"] = partial(
-                tlc.plot_coupling, trained, untrained=untrained, k=k, vmax=top
+                tlc.plot_coupling, trained, untrained=untrained, k=k
             )
         if isinstance(trained, MeanCouplingMap):
             for k in self.ks:
@@ -314,7 +312,7 @@ class DepthResults:
                 f"{low:.3f} to {high:.3f} (k = {k})"
                 for k, (low, high) in self.null_intervals.items()
             )
-            caption += f"\n95 % of random subspaces: {intervals}"
+            caption += f"\n95 % of {RANDOM_SUBSPACES}: {intervals}"
         title = f"depth coupling 1 − m̃, mean over {self.pairs}"
         return coupling_table(
             title, caption, self.named_maps, self.ks, self.diagonal, self.spreads

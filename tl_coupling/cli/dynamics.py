@@ -23,7 +23,7 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
-from tl_coupling.results import Saved
+from tl_coupling.results import TURNED_BLOCKS, Saved
 
 
 @command
@@ -200,9 +200,9 @@ def _table(measured: dict[str, MeasuredDynamics]) -> Table:
         f"{trained.provenance.get('model')}: products of {plural(n_layers, 'block')}"
     )
     caption = (
-        f"gain: log σ₁ minus that of blocks turned at random, {n_draws} draws, with "
-        "95 % of them\ndirections: participation ratio, and that of blocks turned at "
-        "random"
+        f"gain: log σ₁ minus that of {TURNED_BLOCKS}, {n_draws} draws, with "
+        "95 % of them\ndirections: participation ratio, and that of "
+        f"{TURNED_BLOCKS}"
     )
     numbers = ["to layer", "log σ₁", "gain", "95 %", "directions", "random"]
     return table_of(title, ["run"], numbers, rows, caption)

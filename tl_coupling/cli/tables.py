@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from tl_coupling.comparisons import CouplingMap
+from tl_coupling.results import RANDOM_SUBSPACES
 
 if TYPE_CHECKING:
     import pandas
@@ -45,7 +46,7 @@ def coupling_table(
             rows.append([name_cell, k, *cells, f"{null:.3f}"])
     title = f"{trained_map.provenance['model']}: {subject}"
     numbers = ["k", *runs, "null"]
-    caption = f"{caption}\nnull: random subspaces"
+    caption = f"{caption}\nnull: {RANDOM_SUBSPACES}"
     return table_of(title, ["map"], numbers, rows, caption)
 
 
@@ -77,7 +78,7 @@ def choices_table(title: str, rows: "pandas.DataFrame") -> Table:
         numbers += [run, "null"]
     caption = (
         "means over pairs of layers, different ones or all, and over prompts\n"
-        "null: random subspaces"
+        f"null: {RANDOM_SUBSPACES}"
     )
     return table_of(title, keys[:3], numbers, cells, caption)
 

@@ -126,15 +126,12 @@ class TokenResults:
     def pictures(self) -> Pictures:
         """Return the pictures by file name."""
         untrained_maps = self.maps.get("untrained", {})
-        every_map = [result for maps in self.maps.values() for result in maps.values()]
-        # One scale over all maps and all k.
-        top = max(tlc.plots.color_scale(every_map, k)[1] for k in self.ks)
         pictures: Pictures = {}
         for name, result in self.maps["trained"].items():
             untrained = untrained_maps.get(name)
             for k in self.ks:
                 pictures[f"{name}-k{k}.png"] = partial(
-                    tlc.plot_coupling, result, untrained=untrained, k=k, vmax=top
+                    tlc.plot_coupling, result, untrained=untrained, k=k
                 )
         # The diagonals of context maps are too faint to be seen in their matrices.
         pictures["self-matrices.png"] = partial(

@@ -20,6 +20,7 @@ from tl_coupling.report.parts import (
     sentence,
     table,
 )
+from tl_coupling.results import RANDOM_SUBSPACES
 
 _N_TOKENS = 8
 _N_HEADS = 5
@@ -61,7 +62,7 @@ def _carriers(results: Mapping[str, Carriers]) -> Markup:
             low, high = merged.null_interval(label)
             numbers = [f"{diagonal:.3f}", f"{jacobian_share:.3f}", f"{excess:+.3f}"]
             rows.append([f"{label}, {name}", *numbers, f"{low:+.3f} to {high:+.3f}"])
-    headings = ["", "of coupling", "of J", "excess", "random"]
+    headings = ["", "of coupling", "of J", "excess", RANDOM_SUBSPACES]
     heads = plots.plot_carriers(trained, untrained=twins[0] if twins else None)
     picture = heads.get_figure(root=True)
     assert picture is not None
