@@ -15,13 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import tl_coupling as tlc
+from tl_coupling.plots import labels
+from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 
 RESULTS = Path(__file__).parent / "studies" / "results"
 PROMPT = "What is the capital of France? The capital is"
 K = 10
-# Okabe and Ito's colours, which readers with any kind of colour vision tell apart.
-BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-TRAINED, UNTRAINED = BLUE, VERMILION
 SIZE = 4.0, 2.5
 NULL_LINE = {"color": "black", "linestyle": ":", "linewidth": 1}
 # Over the axes, where it covers no mark.
@@ -56,7 +55,7 @@ def depth() -> Figure:
         image,
         ax=axes,
         orientation="horizontal",
-        label=f"coupling (random subspaces: {result.null():.3f})",
+        label=f"coupling ({RANDOM_SUBSPACES}: {result.null():.3f})",
         shrink=0.5,
         aspect=40,
         ticks=[0, 0.25, 0.5],
@@ -71,8 +70,8 @@ def trajectories() -> Figure:
     figure, ax = card()
     bins = np.histogram_bin_edges(others["line_shape_score"], 24).tolist()
     for name, color, x, y in (
-        ("trained", TRAINED, 4.1, 10.4),
-        ("untrained", UNTRAINED, 5.58, 8),
+        ("trained", labels.TRAINED, 4.1, 10.4),
+        ("untrained", labels.UNTRAINED, 5.58, 8),
     ):
         scores = others.loc[others["model"] == name, "line_shape_score"]
         ax.hist(scores, bins, color=color)
@@ -82,7 +81,7 @@ def trajectories() -> Figure:
     ax.axvline(n_layers**0.5, **NULL_LINE)
     arrow = {"arrowstyle": "-", "linewidth": 0.8}
     ax.annotate(
-        "random steps",
+        RANDOM_STEPS,
         (n_layers**0.5, 14.2),
         (4.6, 14.2),
         va="center",
@@ -100,14 +99,16 @@ def training() -> Figure:
     base = table[table["variant"] == "base"]
     figure, ax = card()
     for _, of_seed in base.groupby("run"):
-        ax.plot(of_seed["checkpoint"], of_seed["coupling"], color=BLUE, linewidth=1.2)
+        ax.plot(
+            of_seed["checkpoint"], of_seed["coupling"], color=labels.BLUE, linewidth=1.2
+        )
     means = base.groupby("checkpoint")[["loss"]].mean()
     for step, y, ha in ((0, 0.29, "left"), (16, 0.57, "center"), (512, 0.17, "right")):
         text = f"loss {means.loc[step, 'loss']:.1f}"
-        ax.annotate(text, (step, y), ha=ha, color=BLUE)
+        ax.annotate(text, (step, y), ha=ha, color=labels.BLUE)
     null = tlc.measures.mean_random_coupling(5)
     ax.axhline(null, **NULL_LINE)
-    ax.annotate("random subspaces", (512, 0.02), ha="right", fontsize=9)
+    ax.annotate(RANDOM_SUBSPACES, (512, 0.02), ha="right", fontsize=9)
     # Steps are powers of two, and 0.
     ax.set_xscale("symlog", base=2, linthresh=1)
     ax.set_xticks([0, 1, 4, 16, 64, 512], ["0", "1", "4", "16", "64", "512"])
@@ -122,7 +123,11 @@ def generalization() -> Figure:
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
     at_mark = table[(table["mark"] == "bigram") & (table["size"] == "K = 8")]
     figure, ax = card()
-    styles = ((32, BLUE, "o"), (64, GREEN, "D"), (128, ORANGE, "^"))
+    styles = (
+        (32, labels.BLUE, "o"),
+        (64, labels.GREEN, "D"),
+        (128, labels.ORANGE, "^"),
+    )
     for width, color, marker in styles:
         of_width = at_mark[at_mark["width"] == width]
         ax.plot(
@@ -136,7 +141,7 @@ def generalization() -> Figure:
         means = of_width.groupby("learning_rate")["above_chance"].mean()
         ax.plot(means, marker=marker, color=color, label=f"width {width}")
     ax.axhline(0, **NULL_LINE)
-    ax.annotate("random subspaces", (0.001, 0), va="bottom", ha="left", fontsize=9)
+    ax.annotate(RANDOM_SUBSPACES, (0.001, 0), va="bottom", ha="left", fontsize=9)
     rates = sorted(at_mark["learning_rate"].unique())
     ax.set_xscale("log", base=2)
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -156,8 +161,8 @@ def redundancy() -> Figure:
     correlations = tlc.redundancy.redundancy_correlations(data).sel(blocks="all", k=K)
     figure, ax = card()
     styles = (
-        ("coupling", BLUE, "o", "with coupling"),
-        ("block_influence", ORANGE, "^", "with block influence"),
+        ("coupling", labels.BLUE, "o", "with coupling"),
+        ("block_influence", labels.ORANGE, "^", "with block influence"),
     )
     names = {
         "dropped": "block dropped",
@@ -192,7 +197,7 @@ def heads_and_mlps() -> Figure:
         "mlp_out": "MLP",
         "mlp∘attn": "MLP acting on\nattention's output",
     }
-    styles = ((False, TRAINED, "o", 0.12), (True, UNTRAINED, "s", -0.12))
+    styles = ((False, labels.TRAINED, "o", 0.12), (True, labels.UNTRAINED, "s", -0.12))
     for untrained, color, marker, shift in styles:
         model = tlc.load_model("smollm2-135m", untrained=untrained)
         branches = tlc.carriers(tlc.trace(model, PROMPT), k=K).by_branch()
@@ -221,7 +226,10 @@ def amplification() -> Figure:
     table = pandas.read_csv(RESULTS / "gains" / "measured.csv")
     figure, ax = card()
     tasks = sorted(table["task"].unique())
-    styles = (("main", TRAINED, "o", 0.13), ("untrained", UNTRAINED, "s", -0.13))
+    styles = (
+        ("main", labels.TRAINED, "o", 0.13),
+        ("untrained", labels.UNTRAINED, "s", -0.13),
+    )
     for checkpoint, color, marker, shift in styles:
         of_model = table[table["model"] == f"smollm2-135m@{checkpoint}"]
         places = [shift - tasks.index(task) for task in of_model["task"]]
@@ -239,8 +247,8 @@ def directions() -> Figure:
     figure, ax = card()
     models = {"smollm2-135m": "SmolLM2", "gemma-3-270m-q4_k_m": "Gemma"}
     styles = (
-        ("shared", BLUE, "o", "shared by blocks"),
-        ("unshared", ORANGE, "^", "not shared, same gain"),
+        ("shared", labels.BLUE, "o", "shared by blocks"),
+        ("unshared", labels.ORANGE, "^", "not shared, same gain"),
     )
     names = []
     for model, short in models.items():
