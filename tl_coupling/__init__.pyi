@@ -30,6 +30,7 @@ from tl_coupling.comparisons import compare as compare
 from tl_coupling.comparisons import context_coupling as context_coupling
 from tl_coupling.comparisons import depth_coupling as depth_coupling
 from tl_coupling.comparisons import mean_depth_coupling as mean_depth_coupling
+from tl_coupling.comparisons import mean_of_maps as mean_of_maps
 from tl_coupling.comparisons import prompt_coupling as prompt_coupling
 from tl_coupling.comparisons import self_coupling as self_coupling
 from tl_coupling.influence import cross_token_influence as cross_token_influence

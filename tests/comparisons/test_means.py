@@ -4,13 +4,16 @@ files.
 
 import dataclasses
 import gc
+import math
 import weakref
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import xarray
+from scipy import stats
 
 import tiny
 import tl_coupling as tlc
@@ -426,3 +429,29 @@ def test_measures_without_names_of_their_own_are_refused(mean, tmp_path):
         damaged.to_netcdf(path, engine="netcdf4")
         with pytest.raises(ValueError, match="is not a file that"):
             CouplingMap.load(path)
+
+
+def test_the_interval_is_that_of_a_t_test_over_prompts(model) -> None:
+    texts = ["w3 w14 w15", "w9 w2 w6 w5", "w8 w7 w1", "w4 w4 w2 w1 w9"]
+    maps = [tlc.depth_coupling(tlc.trace(model, text), k=4) for text in texts]
+    mean = tlc.mean_of_maps(maps)
+    values = [result.mean(2) for result in maps]
+    expected = stats.t.interval(
+        0.95, len(values) - 1, np.mean(values), stats.sem(values)
+    )
+    assert mean.interval(2) == pytest.approx(expected, rel=1e-5)
+    assert all(map(math.isnan, tlc.mean_of_maps(maps[:1]).interval()))
+
+
+def test_a_mean_of_saved_maps_is_that_of_the_prompts(model, tmp_path: Path) -> None:
+    texts = ["w3 w14 w15", "w9 w2 w6 w5"]
+    traces = [tlc.trace(model, text) for text in texts]
+    paths = [
+        tlc.depth_coupling(trace, k=4).save(tmp_path / f"{i}.nc")
+        for i, trace in enumerate(traces)
+    ]
+    saved = tlc.mean_of_maps(map(tlc.CouplingMap.load, paths))
+    measured = tlc.mean_depth_coupling(traces, k=4)
+    assert torch.equal(saved.coupling(), measured.coupling())
+    assert saved.interval() == measured.interval()
+    assert saved.provenance["prompts"] == measured.provenance["prompts"]

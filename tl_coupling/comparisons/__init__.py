@@ -18,7 +18,7 @@ from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupl
 from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
 from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling
 from tl_coupling.comparisons.maps import CouplingMap
-from tl_coupling.comparisons.means import MeanCouplingMap
+from tl_coupling.comparisons.means import MeanCouplingMap, mean_of_maps
 from tl_coupling.comparisons.pairs import (
     as_trace,
     context_coupling,
@@ -49,6 +49,7 @@ __all__ = [
     "head_coupling",
     "jacobian_coupling",
     "mean_depth_coupling",
+    "mean_of_maps",
     "neighbours",
     "part_coupling",
     "prompt_coupling",

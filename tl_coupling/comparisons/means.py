@@ -1,5 +1,6 @@
 """The mean over prompts of maps of the same connections."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from tl_coupling.measures import (
     nulls_at_every_k,
 )
 from tl_coupling.results import check_alike, check_one_model, joined_provenance
+from tl_coupling.statistics import Interval, t_interval
 
 _MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 # What all maps must have in common for a mean, beside the model.
@@ -152,6 +154,30 @@ class MeanCouplingMap(CouplingMap):
         """Return the standard deviation over the prompts of their `mean(k, measure)`."""
         return float(self._held(self.spreads_of_mean, k, measure, {}))
 
+    @checked
+    def interval(
+        self, k: int | None = None, measure: AnyMeasure = "coupling"
+    ) -> Interval:
+        r"""Return the 95 % t interval, over the prompts, of their `mean(k, measure)`.
+
+        .. math:: \bar c \pm t_{n-1} s / \sqrt n
+
+        where `s` is `spread_of_mean`. It is for other prompts of their kind, which were
+        drawn independently; NaN for one prompt.
+
+        Example:
+            >>> traces = (tlc.trace(model, prompt) for prompt in prompts)
+            >>> mean = tlc.mean_depth_coupling(traces, k=4)
+            >>> low, high = mean.interval(2)
+            >>> low < mean.mean(2) < high
+            True
+        """
+        n = self.n_prompts
+        if n < 2:
+            return math.nan, math.nan
+        error = self.spread_of_mean(k, measure) / math.sqrt(n)
+        return t_interval(self.mean(k, measure), error, float(n - 1))
+
     def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
         """Return the mean over the prompts of each."""
         # Read from the means: `matrices` are of |A|, and have no measures of A.
@@ -193,6 +219,28 @@ class MeanCouplingMap(CouplingMap):
             )
         # The axis of k starts at k = 1.
         return values_by_measure[self.measures.index(name), self._k(k) - 1]
+
+
+@checked
+def mean_of_maps(maps: Iterable[CouplingMap]) -> MeanCouplingMap:
+    """Return the mean over maps that were measured before, one for each prompt.
+
+    Args:
+        maps: of the same connections of one model, such as saved ones:
+            `map(tlc.CouplingMap.load, paths)`. An iterator is read one map at a time.
+
+    Raises:
+        ValueError: no map; maps of different models, or traced in several ways; of
+            different layers, positions, k or orientation; a mean among them.
+
+    Example:
+        >>> maps = [tlc.depth_coupling(tlc.trace(model, p), k=4) for p in prompts]
+        >>> paths = [m.save(f"map{i}.nc") for i, m in enumerate(maps)]
+        >>> mean = tlc.mean_of_maps(map(tlc.CouplingMap.load, paths))
+        >>> mean.n_prompts, mean.coupling(2).shape
+        (4, torch.Size([2, 2]))
+    """
+    return MeanCouplingMap.over(maps)
 
 
 class _RunningMoments:

@@ -105,6 +105,30 @@ class Directions(Saved):
         # The dataclass is frozen for its users: here it is still being made.
         object.__setattr__(self, "vectors", vectors / divisors[:, None])
 
+    @classmethod
+    def of(
+        cls,
+        vectors: Float[Tensor, "n_directions d_model"],
+        layer: int,
+        side: Side = "write",
+        name: str | None = None,
+    ) -> "Directions":
+        """Return directions of one's own: rows of an SAE's decoder, probes, singular
+        vectors of weights.
+
+        They are taken by `steer`, with the controls that it has for all others, and by
+        any model of their width. `name` is what results call their origin.
+
+        Raises as the class.
+
+        Example:
+            >>> probes = torch.randn(2, 32)
+            >>> probes = probes / probes.norm(dim=1, keepdim=True)
+            >>> tlc.directions.Directions.of(probes, layer=1, name="probes")
+            Directions('probes', 2 write directions at blocks.1.hook_resid_post)
+        """
+        return cls(vectors, layer, side, {"model": name})
+
     @property
     def hook_point(self) -> str:
         """TransformerLens's name of the place in the stream."""
