@@ -36,6 +36,8 @@ from public_api import public_names
 FIGURES = ROOT / "docs/_made/figures"
 # Saved with 200 dots an inch, shown with 100.
 DOTS = 2
+# Beside the text of a docstring; a click shows the whole.
+WIDTH_IN_REFERENCE = 460
 EXAMPLES = Path(__file__).with_name("examples.py")
 
 
@@ -198,9 +200,11 @@ def show_below_blocks(app: Sphinx, page: str, source: list[str]) -> None:
         pictures = [
             Picture(FIGURES / f"pages/{page}/{name}.png", page) for name in block.plots
         ]
+        # Without its picture is a block that was written since pages were last run.
         shown = "\n\n".join(
             f"![{picture.words}]({picture.source}){{width={picture.width}px}}"
             for picture in pictures
+            if picture.file.exists()
         )
         labels = "".join(f"({anchor(name)})=\n" for name in block.plots)
         text = source[0]
@@ -227,7 +231,7 @@ def show_in_reference(
         said = f"Drawn by the code in :doc:`/{picture.page}`."
     figure = [
         *("", f".. figure:: {picture.source}"),
-        f"   :width: {picture.width}px",
+        f"   :width: {min(picture.width, WIDTH_IN_REFERENCE)}px",
         f"   :alt: {picture.words}",
         *("", f"   {said}", ""),
     ]
