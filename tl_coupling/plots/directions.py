@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, SymmetricalLogLocator
+from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.directions import Ablation, Steering, Subspace
@@ -109,11 +109,14 @@ def _draw_differences(ax: Axes, controls: "pandas.DataFrame") -> None:
         ax.plot(places, rows["direction_less_this"], linestyle="", **look)
     ax.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     columns = ["direction_less_this_low", "direction_less_this_high"]
-    # Linear near 0, as intervals cross it, where a logarithm has no place. A decade and
-    # a half are logarithmic: ticks of more would lie on each other.
-    linear = float(controls[columns].abs().max(axis=None)) / 30 or 1.0
-    ax.set_yscale("symlog", linthresh=linear)
-    ax.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=linear))
+    largest = float(controls[columns].abs().max(axis=None)) or 1.0
+    # Linear near 0, as intervals cross it, where a logarithm has no place.
+    decade = 10 ** np.floor(np.log10(largest))
+    ax.set_yscale("symlog", linthresh=decade / 10)
+    ticks = np.array([-decade, -decade / 10, 0, decade / 10, decade])
+    ax.set_yticks(ticks, [f"{tick:+.2g}" if tick else "0" for tick in ticks])
+    ax.minorticks_off()
+    ax.set_ylim(-1.5 * largest, 1.5 * largest)
     ax.set_xticks(range(len(scales)), [f"{scale:g}" for scale in scales])
     ax.set(xlabel="ε", ylabel="KL, singular vectors\nminus control [95 %]")
 

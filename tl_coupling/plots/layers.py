@@ -264,5 +264,8 @@ def plot_singular_values(
             ax.plot(depth, sigma[:, i], label=label, **look)
     ax.set_yscale("log", nonpositive="mask")
     ax.set(xlabel="layer", ylabel="singular value of J")
-    labels.finish_lines(ax, labels.map_heading(list(maps.values())))
+    heading = labels.map_heading(list(maps.values()))
+    # The heading of maps begins with what they are of.
+    _, _, provenance = heading.partition("\n")
+    labels.finish_lines(ax, f"Singular values of the Jacobians\n{provenance}")
     return ax

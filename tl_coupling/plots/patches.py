@@ -157,7 +157,9 @@ def _draw_grid(ax: Axes, rows: int, columns: int) -> None:
 
 def _outline(ax: Axes, row: int, column: int) -> None:
     corner = (column - 0.5, row - 0.5)
-    square = Rectangle(corner, 1, 1, fill=False, edgecolor="C3", linewidth=2, zorder=3)
+    square = Rectangle(
+        corner, 1, 1, fill=False, edgecolor=labels.VERMILION, linewidth=2, zorder=3
+    )
     ax.add_patch(square)
 
 
