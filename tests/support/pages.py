@@ -45,6 +45,8 @@ PAGES = [
             "how-to/other-models",
             "how-to/checkpoints",
             "how-to/training",
+            "how-to/fine-tuned-models",
+            "how-to/chat-models",
             "how-to/surveys",
             "how-to/cluster",
         ),
