@@ -294,7 +294,7 @@ def draw_rates(study: Study) -> Figure:
             ax.plot(mean.index, mean, label=f"weight decay {decay:g}", **look)
             points = look | {"linestyle": "", "markersize": 4, "alpha": 0.7}
             ax.plot(rows[RATE], rows[token], **points)
-        ax.set_xlabel("stochastic depth, rate at the last block")
+        ax.set_xlabel("stochastic depth,\nrate at the last block")
         labels.draw_null(ax.axhline, study.null)
     axes[0].set_ylabel(labels.measure_label("coupling", study.k))
     labels.entitle(

@@ -14,7 +14,9 @@ import capacity_report
 import gap_report
 import pictures
 import tl_coupling as tlc
+from drawn_texts import unreadable
 from findings import findings
+from tl_coupling.plots import labels
 from tl_coupling.results import CONTROLS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -193,6 +195,15 @@ def test_pages_figures_and_tables_have_one_name_for_each_control() -> None:
     names = {*CONTROLS.values(), *(f"minus {name}" for name in CONTROLS.values())}
     assert len(rows) > 10
     assert {row for row in rows if not row.startswith("the ten")} <= names
+
+
+@pytest.mark.parametrize(
+    "name", ["ablation", "paths", "sizes", "redundancy", "capacity", "gap"]
+)
+def test_pictures_of_committed_results_can_be_read(name: str) -> None:
+    figure = pictures.PICTURES[f"pictures/{name}.png"]()
+    assert unreadable(figure) == []
+    assert figure.get_figwidth() <= labels.PAGE_WIDTH
 
 
 def test_every_text_is_counted_for_each_model() -> None:

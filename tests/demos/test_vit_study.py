@@ -20,6 +20,7 @@ import tl_coupling as tlc
 import vit
 import vit_models
 import vit_report
+from drawn_texts import unreadable
 from unequal_variance import of_unequal_variance
 from vit_models import TrainingConfig
 
@@ -226,6 +227,7 @@ def test_figures_show_the_models(synthetic):
             "mean over 2 patches",
         ]
         assert "18 ViTs on noise, mean over 5 test images" in figure.get_suptitle()
+        assert unreadable(figure) == []
     mean, points = rates.axes[0].lines[:2]
     assert mean.get_label() == "weight decay 0.01"
     drawn_models = synthetic.table[synthetic.table["weight_decay"] == 0.01]

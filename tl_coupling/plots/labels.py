@@ -333,7 +333,7 @@ def numbered_look(number: int) -> dict[str, Any]:
     return {"color": color, "marker": marker}
 
 
-def one_null(nulls: ArrayLike) -> float | None:
+def one_null(nulls: ArrayLike | float) -> float | None:
     """Return what random subspaces give, if that is the same everywhere.
 
     It is for all measures but one.
@@ -345,7 +345,7 @@ def one_null(nulls: ArrayLike) -> float | None:
     return float(finite_nulls[0])
 
 
-def draw_null(line: Callable[..., object], nulls: ArrayLike) -> bool:
+def draw_null(line: Callable[..., object], nulls: ArrayLike | float) -> bool:
     """Draw a dashed line where there is `one_null`, and say whether there is.
 
     `line` is `ax.axhline` or `ax.axvline`.
