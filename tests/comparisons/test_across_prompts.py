@@ -159,3 +159,18 @@ def test_what_cannot_be_compared_is_refused(model, traces):
         tlc.prompt_coupling([*traces, normed])
     with pytest.raises(ValueError, match="layer"):
         tlc.prompt_coupling(traces, layers=[2], k=K)
+
+
+def test_the_table_has_a_row_for_every_pair_of_prompts(model) -> None:
+    traces = [tlc.trace(model, text) for text in ("w3 w14 w15", "w9 w2", "w1 w1 w4")]
+    result = tlc.prompt_coupling(traces, k=4)
+    table = result.to_dataframe([2, 4])
+    assert len(table) == 2 * len(result.layers) * 3 * 2
+    line = table.iloc[7].to_dict()
+    row = result.prompts.index(line["prompt"])
+    column = result.prompts.index(line["other_prompt"])
+    layer = result.layers.index(line["layer"])
+    values = result.values(int(line["k"]), "read_overlap")
+    assert line["read_overlap"] == pytest.approx(float(values[layer, row, column]))
+    null = result.null_by_layer(int(line["k"]), "coupling")[layer]
+    assert line["coupling_null"] == pytest.approx(float(null))

@@ -455,3 +455,14 @@ def test_a_mean_of_saved_maps_is_that_of_the_prompts(model, tmp_path: Path) -> N
     assert torch.equal(saved.coupling(), measured.coupling())
     assert saved.interval() == measured.interval()
     assert saved.provenance["prompts"] == measured.provenance["prompts"]
+
+
+def test_the_table_of_a_mean_has_its_spread(mean: MeanCouplingMap) -> None:
+    table = mean.to_dataframe([1, 3])
+    of_three = table[table["k"] == 3]
+    n_rows, n_cols = mean.coupling().shape
+    values = of_three["coupling"].to_numpy().reshape(n_rows, n_cols)
+    spreads = of_three["spread"].to_numpy().reshape(n_rows, n_cols)
+    assert values == pytest.approx(mean.coupling(3).numpy())
+    assert spreads == pytest.approx(mean.spread(3).numpy(), nan_ok=True)
+    assert set(table["n_prompts"]) == {mean.n_prompts}

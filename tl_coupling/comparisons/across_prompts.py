@@ -40,6 +40,7 @@ from tl_coupling.results import Saved
 from tl_coupling.spectra import Spectrum, check_k, fitting_k
 
 if TYPE_CHECKING:
+    import pandas
     import xarray
 
 PromptMeasure = Literal[MeasureName, "write_overlap", "read_overlap"]
@@ -237,6 +238,46 @@ class PromptCoupling(Saved):
             arrays[measure] = (["layer", "row", "col"], values)
             arrays[f"{measure}_null"] = (["layer"], nulls)
         return dataset.assign(arrays)
+
+    @checked
+    def to_dataframe(self, ks: Sequence[int] | None = None) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each k, layer and pair of different prompts.
+
+        Columns are `k`, `layer`, `prompt` (of the Jacobian), `other_prompt` (of the
+        singular vectors), and each measure with its null.
+
+        Args:
+            ks: numbers of singular vectors; the largest by default.
+
+        Example:
+            >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+            >>> table = tlc.prompt_coupling(traces, k=4).to_dataframe([2, 4])
+            >>> len(table), list(table)[:4]
+            (48, ['k', 'layer', 'prompt', 'other_prompt'])
+        """
+        import pandas
+
+        rows: list[dict[str, object]] = []
+        for k in [self.k] if ks is None else ks:
+            values = {name: self.values(k, name).tolist() for name in _SAVED_MEASURES}
+            nulls = {
+                name: self.null_by_layer(k, name).tolist() for name in _SAVED_MEASURES
+            }
+            rows.extend(
+                {
+                    "k": k,
+                    "layer": layer,
+                    "prompt": self.prompts[row],
+                    "other_prompt": self.prompts[column],
+                    **{name: values[name][i][row][column] for name in _SAVED_MEASURES},
+                    **{f"{name}_null": nulls[name][i] for name in _SAVED_MEASURES},
+                }
+                for i, layer in enumerate(self.layers)
+                for row in range(self.n_prompts)
+                for column in range(self.n_prompts)
+                if row != column
+            )
+        return pandas.DataFrame(rows)
 
     def _summary(self) -> str:
         return (

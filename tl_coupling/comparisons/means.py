@@ -1,9 +1,9 @@
 """The mean over prompts of maps of the same connections."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -22,6 +22,9 @@ from tl_coupling.measures import (
 )
 from tl_coupling.results import check_alike, check_one_model, joined_provenance
 from tl_coupling.statistics import Interval, t_interval
+
+if TYPE_CHECKING:
+    import pandas
 
 _MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 # What all maps must have in common for a mean, beside the model.
@@ -153,6 +156,25 @@ class MeanCouplingMap(CouplingMap):
     ) -> float:
         """Return the standard deviation over the prompts of their `mean(k, measure)`."""
         return float(self._held(self.spreads_of_mean, k, measure, {}))
+
+    @checked
+    def to_dataframe(self, ks: Sequence[int] | None = None) -> "pandas.DataFrame":
+        """Return the table of `CouplingMap.to_dataframe`, with `spread`, the standard
+        deviation of coupling over the prompts, and `n_prompts`.
+
+        Example:
+            >>> traces = (tlc.trace(model, prompt) for prompt in prompts)
+            >>> table = tlc.mean_depth_coupling(traces, k=4).to_dataframe([2])
+            >>> "spread" in table, int(table["n_prompts"][0])
+            (True, 4)
+        """
+        table = super().to_dataframe(ks)
+        spreads = {k: self.spread(k).flatten().tolist() for k in table["k"].unique()}
+        # The rows of each k are the pairs, row by row.
+        return table.assign(
+            spread=[value for k in table["k"].unique() for value in spreads[k]],
+            n_prompts=self.n_prompts,
+        )
 
     @checked
     def interval(

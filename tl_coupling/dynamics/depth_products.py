@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,9 @@ from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import Saved
 from tl_coupling.spectra import effective_rank, parallel_map, participation_ratio
 from tl_coupling.statistics import prediction_interval, simultaneous_band
+
+if TYPE_CHECKING:
+    import pandas
 
 # Fewer have no spread.
 Draws = Annotated[int, at_least(2)]
@@ -87,6 +90,29 @@ class Products(Saved):
             f"log σ₁ {float(self.log_largest[-1]):.2f}, alignment gain "
             f"{float(self.alignment_gain[-1]):+.2f} [{low:+.2f}, {high:+.2f}]"
         )
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each layer up to which blocks are multiplied.
+
+        Example:
+            >>> table = tlc.dynamics.products(trace).to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['layer', 'log_largest', 'alignment_gain', 'alignment_gain_low'], 2)
+        """
+        import pandas
+
+        low, high = self.alignment_gain_interval.unbind(-1)
+        columns = {
+            "log_largest": self.log_largest,
+            "alignment_gain": self.alignment_gain,
+            "alignment_gain_low": low,
+            "alignment_gain_high": high,
+            "effective_rank": self.effective_rank,
+            "participation_ratio": self.participation_ratio,
+            "null_participation_ratio": self.null_participation_ratio.mean(0),
+        }
+        numbers = {name: values.tolist() for name, values in columns.items()}
+        return pandas.DataFrame({"layer": self.layers, **numbers})
 
     @property
     def log_largest(self) -> Float[Tensor, " n_layers"]:

@@ -106,8 +106,10 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
 
 
 @checked
-def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
+def write_report(path: AnyPath, runs: Portrait | Mapping[str, Portrait]) -> Path:
     """Write `html_report(runs)` as UTF-8, whole or not at all.
+
+    One portrait goes by the name of its model.
 
     An OSError leaves what was there.
 
@@ -116,6 +118,8 @@ def write_report(path: AnyPath, runs: Mapping[str, Portrait]) -> Path:
         'report.html'
     """
     # A lone surrogate (half a character, from a tokenizer of bytes) has no UTF-8.
+    if isinstance(runs, Portrait):
+        runs = {str(runs.trace.provenance.get("model")): runs}
     page = html_report(runs).encode("utf-8", "xmlcharrefreplace")
     return write_atomically(path, lambda unfinished: unfinished.write_bytes(page))
 
