@@ -266,6 +266,7 @@ def test_what_is_not_run_says_why() -> None:
             "the hub, and SLURM",
             "a dask cluster",
             "a trainer",
+            "peft",
             "TransformerLens 3.9",
             "a package index",
         ),
