@@ -27,6 +27,7 @@ from benchmarks import (
     stages,
     statistics,
     table,
+    training,
 )
 from benchmarks.stages import random_model
 from findings import findings
@@ -401,3 +402,12 @@ def test_the_pages_say_what_the_committed_studies_cover():
     ]
     low, high = 100 * min(of_six_or_more), 100 * max(of_six_or_more)
     assert f"contain it in {low:.1f} to {high:.1f} % of" in findings()
+
+
+def test_coupling_in_a_training_loop_is_timed_beside_a_step(tmp_path, capsys):
+    arguments = ["--widths", 16, "--repeats", 1, "--out", tmp_path]
+    training.main(list(map(str, arguments)))
+    seconds = read(tmp_path, "training")["seconds"]["16"]
+    assert min(seconds.values()) > 0
+    assert list(seconds)[:2] == ["step", "measure"]
+    assert "times a step" in capsys.readouterr().out
