@@ -24,6 +24,7 @@ _Influences = Influence | Mapping[str, Influence]
 # Of a map of many places, how many are drawn as matrices; and how large.
 _MOST_PLACES = 5
 _MOST_ENTRIES = 0.995
+_LEAST_SCALE = 0.12
 _LARGEST_PANEL = 20
 # Of two maps side by side, each has half of the page.
 _MOST_LAYERS_OF_TWO = 8
@@ -230,7 +231,7 @@ def plot_coupling_matrices(
             default.
         untrained: the same connections of the untrained twin, drawn beside it.
         vmax: share of σ_1 where the colours end; by default what 99.5 % of the entries
-            of different connections do not exceed.
+            of different connections do not exceed, and 0.12 at least: noise stays pale.
 
     Returns the Figure; an Axes with one image for each grid, then the colour bar.
     Raises ValueError for k out of range, layers or positions that a map does not have
@@ -400,6 +401,8 @@ def plot_influence(
 def _most_entries(panels: Sequence[Float[np.ndarray, "n n k k"]]) -> float:
     """Return what few entries exceed, of the panels of different connections.
 
+    It is `_LEAST_SCALE` at least.
+
     Places are the same in rows and columns: panels on the diagonal compare a connection
     with itself, and say how large singular values are.
     """
@@ -408,8 +411,7 @@ def _most_entries(panels: Sequence[Float[np.ndarray, "n n k k"]]) -> float:
     if n == 1:
         is_different = np.ones((1, 1), dtype=bool)
     sizes = np.abs([panel[is_different] for panel in panels])
-    # A scale of no width cannot be drawn: all entries may be 0.
-    return float(np.nanquantile(sizes, _MOST_ENTRIES)) or 1.0
+    return max(_LEAST_SCALE, float(np.nanquantile(sizes, _MOST_ENTRIES)))
 
 
 def _draw_mosaic(

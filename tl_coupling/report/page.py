@@ -171,7 +171,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
             ).body
         ),
         "depth": grid(heat_maps),
-        "matrices": grid(_matrices(name, result) for name, result in maps.items()),
+        "matrices": grid(_matrices(maps)),
         "locality": grid(locality_figures),
         "gains": image(gains, "Singular values of the Jacobians against depth"),
         "peaks": sentence(map(_peak, maps, maps.values())),
@@ -269,16 +269,22 @@ def _table_of_means(maps: Mapping[str, CouplingMap], ks: Sequence[int]) -> Marku
     return table(["", *maps, "null"], rows)
 
 
-def _matrices(name: str, result: CouplingMap) -> Markup:
-    """Draw the coupling matrices of one run."""
-    drawn = plots.plot_coupling_matrices(result)
-    return figure(
-        drawn.axes[0],
-        f"Coupling matrices, one panel for each pair of layers, {name}",
-        f"The matrices A, {name}",
-        f", k = {min(20, result.k)}.",
-        as_png=True,
-    )
+def _matrices(maps: Mapping[str, CouplingMap]) -> Iterator[Markup]:
+    """Draw the coupling matrices of every run on the scale of the first.
+
+    A twin's noise must not look like structure.
+    """
+    vmax = None
+    for name, result in maps.items():
+        drawn = plots.plot_coupling_matrices(result, vmax=vmax)
+        vmax = drawn.axes[0].images[0].get_clim()[1]
+        yield figure(
+            drawn.axes[0],
+            f"Coupling matrices, one panel for each pair of layers, {name}",
+            f"The matrices A, {name}",
+            f", k = {min(20, result.k)}.",
+            as_png=True,
+        )
 
 
 def _remarks(maps: Mapping[str, CouplingMap]) -> list[str]:
