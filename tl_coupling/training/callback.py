@@ -76,7 +76,9 @@ class CouplingCallback(TrainerCallback):
         blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
         max_seconds: Positive | None = None,
     ) -> None:
-        self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        self.prompts: list[str | Ids] = (
+            [prompts] if isinstance(prompts, str) else list(prompts)
+        )
         if not self.prompts:
             raise ValueError("`prompts` is empty: wanted at least one")
         self.every = every
