@@ -101,6 +101,9 @@ def plot_trajectories(
         # Of prompts of different lengths a position is no common token.
         n_pos = _stream(paths).shape[1]
         own_sinks = {position for position in sinks if position < n_pos}
+        # A short prompt may have too few other tokens.
+        if n_pos - len(own_sinks) < 2:
+            own_sinks = set(attention_sinks(_stream(paths)))
         shades, left_out = _draw_paths(
             panels, paths, views, positions, black, own_sinks
         )

@@ -41,6 +41,7 @@ from tl_coupling.report.parts import (
 )
 from tl_coupling.report.patches import patch_section, shown_picture
 from tl_coupling.results import check_alike
+from tl_coupling.trajectories import attention_sinks
 
 # Layers of a map whose brightest columns are worth naming.
 _FEWEST_COLUMNS = 8
@@ -507,21 +508,36 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
 
 
 def _paths(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
+    # The same tokens in all pictures: without what is a sink in any run.
+    sinks = {
+        position
+        for run in runs.values()
+        for position in attention_sinks(run.trace.residual)
+    }
+    # A short prompt may have too few other tokens: each picture then leaves out its own.
+    if first.trace.n_pos - len(sinks) < 2:
+        sinks = set()
+    positions = None
+    if sinks:
+        positions = [place for place in range(first.trace.n_pos) if place not in sinks]
+    left_out = Markup("")
+    if sinks:
+        names = Markup(", ").join(named_token(first, place) for place in sorted(sinks))
+        left_out = Markup(", without attention sinks: {}").format(names)
     parts = []
     # Streams grow: in the picture of all layers the early ones are a point.
     for span in ("all", "shallow"):
         for name, run in runs.items():
             drawn = plots.plot_trajectories(
-                run.trace, views=(span,), black=first.position
+                run.trace, views=(span,), positions=positions, black=first.position
             )
             # The first line says what is drawn; model and prompt stand at the head of
             # the page.
             drawn_title = drawn.get_suptitle().splitlines()[0]
             drawn.suptitle("")
             alt = f"Paths of the tokens, {name}, {span} layers"
-            parts.append(
-                figure(drawn, alt, f"{name}, {span} layers.", f" {drawn_title}")
-            )
+            text = Markup(" {}{}").format(drawn_title, left_out)
+            parts.append(figure(drawn, alt, f"{name}, {span} layers.", text))
     measured = named_token(first, first.position)
     return piece("paths", measured=measured, pictures=grid(parts))
 
