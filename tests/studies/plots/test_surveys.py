@@ -331,6 +331,9 @@ def test_other_tokens_have_a_bar_in_place_of_names():
     assert not fig.legends
     assert fig.axes[-1].get_ylabel() == "token position (the last: black)"
     assert "without attention sinks" in fig.get_suptitle()
+    # What is a sink in one is left out of both, and both axes have one scale.
+    assert [len(named_lines(ax)) for ax in fig.axes[:2]] == [5, 5]
+    assert {ax.get_aspect() for ax in fig.axes[:2]} == {1.0}
     with pytest.raises(ValueError, match="`trace` is empty"):
         plot_trajectories({})
     with pytest.raises(ValueError, match="at least 2 tokens"):
