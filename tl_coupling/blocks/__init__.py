@@ -21,6 +21,7 @@ from tl_coupling.blocks.components import Components
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
 from tl_coupling.blocks.errors import DerivativeError, StepError
 from tl_coupling.blocks.evaluation import chunk_that_fits, reverse_mode, vjp
+from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.frozen import FrozenFunction
 from tl_coupling.blocks.function import BlockFunction, Evaluated, Path, RowFunction, Way
 from tl_coupling.blocks.hooks import (
@@ -28,9 +29,8 @@ from tl_coupling.blocks.hooks import (
     hooks_of_user,
     spliced_modules,
 )
-from tl_coupling.blocks.passages import Passage
 from tl_coupling.blocks.remarks import Remarks
-from tl_coupling.blocks.streamed import passage_of
+from tl_coupling.blocks.streamed import forward_pass_of
 from tl_coupling.blocks.trace import Trace
 from tl_coupling.blocks.tracing import trace, trace_modules
 

@@ -22,8 +22,9 @@ from tl_coupling.blocks.contexts import (
     ReadOnlyCache,
 )
 
-# The layouts of a residual stream of one sequence: the last with positions first, as in
-# torch's own encoder.
+# The layouts of a residual stream of one sequence, as einops writes them: "1" is the axis
+# of sequences, "n" that of positions, "d" that of the width. The second has positions
+# first, as torch's own encoder.
 _LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {
     "1 n d": lambda shape: len(shape) == 3 and shape[0] == 1,
     "n 1 d": lambda shape: len(shape) == 3 and shape[1] == 1,
@@ -168,6 +169,11 @@ class BlockCall:
         """
         return _LAYOUTS[self.layout](residual.shape)
 
+    @property
+    def has_sequence_axis(self) -> bool:
+        """Whether the block is called on an axis of sequences, of which there is one."""
+        return "1" in self.layout
+
     def rows(self, output: object) -> Float[Tensor, "n_rows d_model"]:
         """Return the residual stream in what the block took or returned."""
         return rearrange(hidden_states(output), f"{self.layout} -> n d")
@@ -223,7 +229,7 @@ class BlockCall:
             BlockError: it is not called with an axis of sequences, or does not give one
                 output for each.
         """
-        if "1" not in self.layout:
+        if not self.has_sequence_axis:
             raise BlockError("the block takes one sequence at a time")
         layout = self.layout.replace("1", "s")
         # A block may add to what it gets in place.
@@ -276,7 +282,7 @@ class BlockCall:
             BlockError: the block is not called with an axis of sequences, or does not
                 ask for keys and values.
         """
-        if "1" not in self.layout:
+        if not self.has_sequence_axis:
             raise BlockError("the block takes one sequence at a time")
         assert context.rows is not None
         layout = self.layout.replace("1", "s")

@@ -8,8 +8,8 @@ from torch import nn
 
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
-from tl_coupling.blocks.passages import Passage
-from tl_coupling.blocks.streamed import passage_of
+from tl_coupling.blocks.forward_passes import ForwardPass
+from tl_coupling.blocks.streamed import forward_pass_of
 from tl_coupling.models import ModelInput
 
 
@@ -19,9 +19,9 @@ class _BlocksDone(Exception):
     """
 
 
-def recorded_passage(
+def recorded_pass(
     model: Any, model_input: ModelInput, dtype: torch.dtype
-) -> Passage:
+) -> ForwardPass:
     """Run the model on its input, up to its unembedding, and return what its blocks did.
 
     A streamed model runs in `dtype`, and without its blocks.
@@ -37,7 +37,7 @@ def recorded_passage(
             # Before its weights are read.
             stop = unembedding.register_forward_pre_hook(_stop, prepend=True)
             hooks.enter_context(stop)
-        return passage_of(model, until_unembedding, model_input.n_pos)
+        return forward_pass_of(model, until_unembedding, model_input.n_pos)
 
 
 def _stop(*_: object) -> None:

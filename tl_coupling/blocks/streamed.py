@@ -11,28 +11,30 @@ from torch import Tensor
 
 from tl_coupling.blocks.arithmetic import forwards_replaced
 from tl_coupling.blocks.calls import argument_that_differs, as_block_output
-from tl_coupling.blocks.passages import Passage
+from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.models import facts_of
 
 # Blocks return a tensor (0), or tuples of up to three.
 _POSSIBLE_LENGTHS = [0, 1, 2, 3]
 
 
-def passage_of(model: Any, run: Callable[[], object], n_pos: int | None) -> Passage:
+def forward_pass_of(
+    model: Any, run: Callable[[], object], n_pos: int | None
+) -> ForwardPass:
     """Return what the blocks of a model do while `run` runs it; of a streamed model,
     what they would be given.
 
     Raises:
-        ValueError: as `Passage.record` and `streamed_passage`.
+        ValueError: as `ForwardPass.record` and `streamed_passage`.
     """
     if facts_of(model).is_streamed:
         return streamed_passage(model, run, n_pos)
-    return Passage.record(model, list(model.blocks), run, n_pos)
+    return ForwardPass.record(model, list(model.blocks), run, n_pos)
 
 
 def streamed_passage(
     model: Any, run: Callable[[], object], n_pos: int | None
-) -> Passage:
+) -> ForwardPass:
     """Return what a model does while `run` runs it, but for its blocks: each is given
     what the one before is said to return.
 
@@ -40,7 +42,7 @@ def streamed_passage(
     are given must be the same.
 
     Raises:
-        ValueError: as `Passage.record`; or a block's arguments depend on what earlier
+        ValueError: as `ForwardPass.record`; or a block's arguments depend on what earlier
             blocks computed.
     """
     facts = facts_of(model)
@@ -52,26 +54,26 @@ def streamed_passage(
     # stream.
     for length in lengths:
         try:
-            passage = _passage_of_stand_ins(model, run, n_pos, length, torch.clone)
-            varied = _passage_of_stand_ins(model, run, n_pos, length, _noise)
+            forward_pass = _pass_of_stand_ins(model, run, n_pos, length, torch.clone)
+            varied = _pass_of_stand_ins(model, run, n_pos, length, _noise)
         # A model that expects a tuple may fail in many ways on a tensor.
         except (ValueError, TypeError, LookupError) as error:
             errors.append(error)
             continue
         facts.output_length = length
-        _check_arguments(passage, varied)
-        return passage
+        _check_arguments(forward_pass, varied)
+        return forward_pass
     raise errors[0]
 
 
-def _passage_of_stand_ins(
+def _pass_of_stand_ins(
     model: Any,
     run: Callable[[], object],
     n_pos: int | None,
     length: int,
     output_of: Callable[[Tensor], Tensor],
-) -> Passage:
-    """Return the passage with stand-ins for the blocks, which return tuples of a
+) -> ForwardPass:
+    """Return the forward pass with stand-ins for the blocks, which return tuples of a
     length.
     """
     stand_in = partial(_returned, length, output_of)
@@ -81,7 +83,7 @@ def _passage_of_stand_ins(
         for block in model.blocks
     }
     with forwards_replaced(forwards):
-        return Passage.record(model, list(model.blocks), run, n_pos)
+        return ForwardPass.record(model, list(model.blocks), run, n_pos)
 
 
 def _returned(
@@ -99,8 +101,8 @@ def _noise(X: Tensor) -> Tensor:
     return torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).to(X)
 
 
-def _check_arguments(passage: Passage, varied: Passage) -> None:
-    pairs = zip(passage.calls, varied.calls, strict=True)
+def _check_arguments(forward_pass: ForwardPass, varied: ForwardPass) -> None:
+    pairs = zip(forward_pass.calls, varied.calls, strict=True)
     for layer, (recorded, other_values) in enumerate(pairs):
         name = argument_that_differs(recorded.call, other_values.call)
         if name:

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.function import BlockFunction
-from tl_coupling.blocks.passages import Passage
 from tl_coupling.blocks.remarks import Remarks
 
 
@@ -25,14 +25,14 @@ class Sweep(Sequence[BlockFunction]):
 
     def __init__(
         self,
-        passage: Passage,
+        forward_pass: ForwardPass,
         dtype: torch.dtype,
         remarks: Remarks,
         norm: nn.Module | None,
     ) -> None:
-        n_layers = len(passage.calls)
-        self._calls = [passage.call(layer, dtype) for layer in range(n_layers)]
-        self._stream = [passage.calls[0].X.to(dtype)]
+        n_layers = len(forward_pass.calls)
+        self._calls = [forward_pass.call(layer, dtype) for layer in range(n_layers)]
+        self._stream = [forward_pass.calls[0].X.to(dtype)]
         self._functions: list[BlockFunction] = []
         self._remarks = remarks
         self._norm = norm

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from tl_coupling.arguments import FloatDtype, Text, checked
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import exact_arithmetic, own_arithmetic
+from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.hooks import hooks_of_user, spliced_modules
-from tl_coupling.blocks.passages import Passage
-from tl_coupling.blocks.recording import recorded_passage
+from tl_coupling.blocks.recording import recorded_pass
 from tl_coupling.blocks.remarks import Remarks
 from tl_coupling.blocks.requirements import check_computes_the_same, check_one_stream
 from tl_coupling.blocks.sweeps import Sweep
@@ -130,7 +130,7 @@ def trace(
     dtype = _precision(dtype, next(model.parameters()).dtype)
     # Looked for before the pass, so that a model without one is refused at once.
     norm = tails.final_norm(model, traced_input) if final_norm else None
-    passage = recorded_passage(model, traced_input, dtype)
+    forward_pass = recorded_pass(model, traced_input, dtype)
 
     def names(n_pos: int) -> tuple[str, ...]:
         return traced_input.str_tokens(model, n_pos)
@@ -138,7 +138,9 @@ def trace(
     def describe(entering: Tensor) -> dict[str, object]:
         return describe_model(model, entering)
 
-    recording = _Recording(model, passage, dtype, names, describe, norm, traced_input)
+    recording = _Recording(
+        model, forward_pass, dtype, names, describe, norm, traced_input
+    )
     return recording.trace()
 
 
@@ -200,8 +202,8 @@ def trace_modules(
     except ValueError as error:
         raise ValueError(f"`blocks` {error}") from None
     with own_arithmetic(model):
-        passage = Passage.record(model, blocks, run)
-    dtype = _precision(dtype, passage.calls[0].X.dtype)
+        forward_pass = ForwardPass.record(model, blocks, run)
+    dtype = _precision(dtype, forward_pass.calls[0].X.dtype)
     network = name or type(blocks[0]).__name__
 
     def names(n_pos: int) -> tuple[str, ...]:
@@ -216,7 +218,7 @@ def trace_modules(
     def describe(entering: Tensor) -> dict[str, object]:
         return describe_modules(model, network, entering)
 
-    traced = _Recording(model, passage, dtype, names, describe).trace()
+    traced = _Recording(model, forward_pass, dtype, names, describe).trace()
     # A post-norm network would otherwise be compared as if −I were its own.
     for block in traced.blocks:
         block.remark_on_norms()
@@ -241,7 +243,7 @@ class _Recording:
 
     Attributes:
         model: what ran: a model, or the blocks that were given.
-        passage: what its blocks did.
+        forward_pass: what its blocks did.
         dtype: the precision of block functions.
         names: from the number of tokens, what they are called.
         describe: from the stream that enters the blocks, the model's provenance.
@@ -250,7 +252,7 @@ class _Recording:
     """
 
     model: nn.Module
-    passage: Passage
+    forward_pass: ForwardPass
     dtype: torch.dtype
     names: Callable[[int], tuple[str, ...]]
     describe: Callable[[Tensor], dict[str, object]]
@@ -261,7 +263,7 @@ class _Recording:
         """Make the trace: block functions in `dtype`, the last one with the norm."""
         remarks = self._first_remarks()
         if facts_of(self.model).is_streamed:
-            sweep = Sweep(self.passage, self.dtype, remarks, self.norm)
+            sweep = Sweep(self.forward_pass, self.dtype, remarks, self.norm)
             # Later streams are known only once the blocks have run.
             entering = sweep.embedded[None]
             str_tokens = self.names(entering.shape[1])
@@ -312,7 +314,7 @@ class _Recording:
         return remarks
 
     def _block_functions(self, remarks: Remarks) -> tuple[BlockFunction, ...]:
-        last = len(self.passage.calls) - 1
+        last = len(self.forward_pass.calls) - 1
         return tuple(
             self._block_function(layer, self.norm if layer == last else None, remarks)
             for layer in range(last + 1)
@@ -321,7 +323,7 @@ class _Recording:
     def _block_function(
         self, layer: int, norm: nn.Module | None, remarks: Remarks
     ) -> BlockFunction:
-        recorded = self.passage.calls[layer]
+        recorded = self.forward_pass.calls[layer]
         X = recorded.X.to(self.dtype)
         Y = recorded.Y.to(self.dtype)
         if norm is not None:
@@ -331,7 +333,7 @@ class _Recording:
         is_in_other_dtype = bool(recorded.dtypes - {self.dtype})
         return BlockFunction(
             layer,
-            self.passage.call(layer, self.dtype),
+            self.forward_pass.call(layer, self.dtype),
             X,
             step=Y - X,
             norm=norm,
@@ -341,7 +343,7 @@ class _Recording:
 
     def _residual(self, last: BlockFunction) -> Tensor:
         """Return the residual stream before every block and after the last."""
-        stream = self.passage.stream(self.dtype)
+        stream = self.forward_pass.stream(self.dtype)
         if self.norm is not None:
             entering = stream[-2]
             # The last step already includes the norm, in the dtype of the others.
@@ -356,12 +358,12 @@ class _Recording:
             **self.describe(entering),
             **(self.input.provenance if self.input else {}),
             "str_tokens": list(str_tokens),
-            "n_layers": len(self.passage.calls),
+            "n_layers": len(self.forward_pass.calls),
             "final_norm": self.norm is not None,
             "linearised_in": str(self.dtype).removeprefix("torch."),
             "hooks": hooks_of_user(self.model),
             **({"spliced": spliced} if spliced else {}),
-            "rounded_arguments": sorted(self.passage.rounded),
+            "rounded_arguments": sorted(self.forward_pass.rounded),
             # The lists of the remarks themselves, which grow while the trace is
             # measured.
             "remarks": remarks.texts,

@@ -157,7 +157,7 @@ def describe_model(
         **(facts_of(model).loaded_as or {"model": own_name}),
         "backend": "bridge" if is_bridge(model) else "hooked",
         "architecture": type(getattr(model, "original_model", model)).__name__,
-        **_sizes(model, residual),
+        **_common_provenance(model, residual),
         "weight_processing": processing or ["none"],
     }
 
@@ -178,11 +178,11 @@ def describe_modules(
         "model": name,
         "backend": "modules",
         "architecture": ", ".join(classes),
-        **_sizes(blocks, residual),
+        **_common_provenance(blocks, residual),
     }
 
 
-def _sizes(model: nn.Module, residual: Tensor) -> dict[str, object]:
+def _common_provenance(model: nn.Module, residual: Tensor) -> dict[str, object]:
     weight = next(model.parameters(), residual)
     n_params = facts_of(model).loaded_as.get("n_params")
     return {

@@ -21,7 +21,7 @@ from tl_coupling.studies.generalization import (
     read_scores,
     task_means,
 )
-from tl_coupling.studies.generalization.model_tables import coupling_table, per_prompt
+from tl_coupling.studies.generalization.model_tables import coupling_table, prompt_table
 from unequal_variance import line_of_unequal_variance
 
 
@@ -34,7 +34,7 @@ def scores_of(data: xarray.Dataset, slope=50.0, noise=1.0, **more) -> pandas.Dat
 
 
 def table_of(data, k=None, measure="coupling", **arguments) -> pandas.DataFrame:
-    return coupling_table(per_prompt(data, k, measure), measure=measure, **arguments)
+    return coupling_table(prompt_table(data, k, measure), measure=measure, **arguments)
 
 
 # reading scores

@@ -194,7 +194,7 @@ class MeasuredModels:
 
     Attributes:
         table: one row per model, with columns of the measure and of the score; the
-            index is the place along `row` of `per_prompt`.
+            index is the place along `row` of `prompt_table`.
         x: coupling on each prompt; NaN where it was not measured.
         y: the score, or the loss on each prompt.
         left_out: which models lack what.
@@ -233,7 +233,7 @@ def measured(
     score: str,
     checkpoint: int | str | None,
 ) -> MeasuredModels:
-    """Return coupling and score of each model of `per_prompt` at one checkpoint.
+    """Return coupling and score of each model of `prompt_table` at one checkpoint.
 
     Checkpoints of one model are not independent, so that only one of them counts: as in
     `checkpoint_rows`, and for "last" the last at which a model has both values. Where
@@ -365,8 +365,8 @@ def add_families(
     return table, FAMILY if are_some_related else None
 
 
-def needed(
-    data: xarray.Dataset, measure: str, also: Sequence[str] = ()
+def load_needed(
+    data: xarray.Dataset, measure: str, extra_variables: Sequence[str] = ()
 ) -> xarray.Dataset:
     """Read what the statistics of a measure need of a survey, for all k, into memory.
 
@@ -385,7 +385,7 @@ def needed(
     usual = (variable, null_name(measure), "loss", *_KNOWN_OF_MODELS)
     names = [
         name
-        for name in dict.fromkeys((*usual, *also))
+        for name in dict.fromkeys((*usual, *extra_variables))
         if name in data.variables and name not in data.dims
     ]
     # As variables, even where the survey has them as coordinates.
@@ -408,16 +408,19 @@ def _check_names(data: xarray.Dataset) -> None:
             )
 
 
-def per_prompt(
-    data: xarray.Dataset, k: int | None, measure: str, also: Sequence[str] = ()
+def prompt_table(
+    data: xarray.Dataset,
+    k: int | None,
+    measure: str,
+    extra_variables: Sequence[str] = (),
 ) -> xarray.Dataset:
     """Return what tables are made of: `x`, `null`, `loss`, what is known of models, and
-    the variables in `also`.
+    the `extra_variables`.
 
     Along `row`, each model with its checkpoints in order, and `prompt`, without prompts
     that no model was measured on.
     """
-    survey = needed(data, measure, also)
+    survey = load_needed(data, measure, extra_variables)
     if k is None:
         k = int(survey["k"].max())
     if k not in survey["k"].values:
@@ -462,7 +465,7 @@ def coupling_table(
     measure: str,
     score: str = "score",
 ) -> pandas.DataFrame:
-    """Return one row for each model and checkpoint of `per_prompt` that was measured.
+    """Return one row for each model and checkpoint of `prompt_table` that was measured.
 
     The index is the place along `row`. Columns are `model`, `checkpoint`, one named
     after the measure (mean over prompts), `null` (what random subspaces would give),

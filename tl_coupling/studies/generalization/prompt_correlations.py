@@ -18,7 +18,10 @@ from tl_coupling.statistics import (
     rank_correlation_of_rows,
     resamples,
 )
-from tl_coupling.studies.generalization.model_tables import checkpoint_rows, per_prompt
+from tl_coupling.studies.generalization.model_tables import (
+    checkpoint_rows,
+    prompt_table,
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ def prompt_correlations(
         >>> list(tlc.generalization.prompt_correlations(data, difficulty, n_resamples=100))[:2]
         ['width8', 'width12']
     """
-    also = (against,) if isinstance(against, str) else ()
-    survey = per_prompt(data, k, measure, also=also)
+    extra_variables = (against,) if isinstance(against, str) else ()
+    survey = prompt_table(data, k, measure, extra_variables=extra_variables)
     name = against if isinstance(against, str) else "difficulty"
     properties = _property_of_prompts(survey, against)
     coupling = survey["x"].values
@@ -105,7 +108,7 @@ def _property_of_prompts(
     survey: xarray.Dataset, prompt_property: str | Mapping[str, float]
 ) -> Shaped[np.ndarray, "n_rows n_prompts"]:
     """Return what was measured of each prompt, or its difficulty, along the rows of
-    `per_prompt`.
+    `prompt_table`.
     """
     if isinstance(prompt_property, str):
         if (

@@ -43,9 +43,9 @@ from tl_coupling.studies.generalization.model_tables import (
     add_families,
     checked_scores,
     common_prompts,
+    load_needed,
     measured,
-    needed,
-    per_prompt,
+    prompt_table,
     stack_rows,
 )
 from tl_coupling.studies.generalization.prompt_correlations import (
@@ -144,7 +144,7 @@ def generalization_study(
     # Read once: a survey may be spread over thousands of files. Any of its measures may
     # have been looked at.
     means = [mean_name(name) for name in measured_in(data.data_vars)]
-    survey = needed(data, measure, also=("n_pos", *means))
+    survey = load_needed(data, measure, extra_variables=("n_pos", *means))
     models = _models_of(survey)
     if isinstance(scores, str):
         score = "loss"
@@ -180,7 +180,7 @@ class Question:
     """Which coupling is compared with which score, of which models.
 
     Attributes:
-        data: what `needed` reads of a survey.
+        data: what `load_needed` reads of a survey.
         scores, score: checked scores and their column, or "loss" twice.
         measure, k, checkpoint: of the coupling; of all models.
         families: by model, or `None` for those of the scores.
@@ -199,7 +199,7 @@ class Question:
 
     def models(self) -> MeasuredModels:
         """Return the models that have both values, with their families."""
-        survey = per_prompt(self.data, self.k, self.measure)
+        survey = prompt_table(self.data, self.k, self.measure)
         models = measured(
             survey, self.scores, self.measure, self.score, self.checkpoint
         )

@@ -22,7 +22,7 @@ from tl_coupling.studies.generalization.associations import FEWEST_RESAMPLED
 from tl_coupling.studies.generalization.model_tables import (
     checkpoint_rows,
     coupling_table,
-    per_prompt,
+    prompt_table,
 )
 from tl_coupling.studies.surveys import pairs_of_layers
 
@@ -85,7 +85,7 @@ def task_means(
         >>> table[table.model == "width8"].task.tolist()
         ['sums', 'riddles', 'all prompts']
     """
-    survey = per_prompt(data, k, measure)
+    survey = prompt_table(data, k, measure)
     # One stream of draws serves all rows, in their order.
     rng = np.random.default_rng(seed)
     rows = []
@@ -175,7 +175,7 @@ def fits_across_tasks(
         )
     tables = []
     for task, part in parts.items():
-        survey = per_prompt(part, k, measure)
+        survey = prompt_table(part, k, measure)
         table = coupling_table(survey, scores, measure=measure, score=task)
         table = checkpoint_rows(table, checkpoint)
         # The scores may have a column "score" as well: that of all tasks.

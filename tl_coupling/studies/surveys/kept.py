@@ -20,10 +20,10 @@ from tl_coupling.studies.surveys.records import (
     checksum,
     is_finished,
     load_unit,
+    netcdf_lock,
     plan_digest,
     result_path,
     write_record,
-    writes_alone,
 )
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class KeptPrompts:
 
     def _write(self) -> None:
         """Write what waits; a disk without room for it is one for the result too."""
-        with suppress(OSError), writes_alone():
+        with suppress(OSError), netcdf_lock():
             self.folder.mkdir(exist_ok=True)
             for prompt, data in self._waiting:
                 self._write_prompt(self._unit_of(prompt), data)

@@ -163,8 +163,8 @@ def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> "xarray.Dataset
 
 
 @contextmanager
-def writes_alone() -> Iterator[None]:
-    """Keep other threads of this process from writing netCDF."""
+def netcdf_lock() -> Iterator[None]:
+    """Hold the lock on netCDF, which is not safe in threads: no other one writes."""
     with ExitStack() as stack:
         stack.enter_context(_netcdf)
         # Where a client of dask was made in this process, xarray asks its scheduler for

@@ -29,6 +29,7 @@ from tl_coupling.studies.surveys.records import (
     is_finished,
     is_of_its_plan,
     load_unit,
+    netcdf_lock,
     plan_digest,
     read_plan,
     record,
@@ -36,7 +37,6 @@ from tl_coupling.studies.surveys.records import (
     why_unfinished,
     write_plan,
     write_record,
-    writes_alone,
 )
 
 __all__ = [
@@ -360,7 +360,7 @@ def run_unit(
         return _record_error(folder, unit, error, "kept", plan)
     if plan_digest(folder) != plan:
         return Outcome(unit, "failed", _OTHER_PLAN)
-    with writes_alone():
+    with netcdf_lock():
         path = write_atomically(
             result_path(folder, unit),
             lambda unfinished: result.to_netcdf(unfinished, engine="netcdf4"),

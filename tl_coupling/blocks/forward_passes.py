@@ -46,7 +46,7 @@ class _MadeOutside(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class ForwardPass:
     """Every call of a block in one forward pass, in order; `entered` are those that
     have not returned.
 
@@ -66,7 +66,7 @@ class Passage:
         blocks: Sequence[nn.Module],
         run: Callable[[], object],
         n_pos: int | None = None,
-    ) -> "Passage":
+    ) -> "ForwardPass":
         """Return what the blocks of a model do while `run` runs it, on `n_pos` tokens if
         that is known.
 
@@ -75,25 +75,27 @@ class Passage:
                 residual stream that the one before gave, of one input, with finite
                 entries.
         """
-        passage = cls()
+        forward_pass = cls()
         with ExitStack() as hooks:
             # A block that runs several times gets one hook, which is called each time.
             for block in dict.fromkeys(blocks):
                 hooks.enter_context(
-                    block.register_forward_pre_hook(passage._enter, with_kwargs=True)
+                    block.register_forward_pre_hook(
+                        forward_pass._enter, with_kwargs=True
+                    )
                 )
-                hooks.enter_context(block.register_forward_hook(passage._leave))
+                hooks.enter_context(block.register_forward_hook(forward_pass._leave))
             for module in _rotary_modules_outside(model, blocks):
                 hooks.enter_context(
-                    module.register_forward_hook(passage._make, with_kwargs=True)
+                    module.register_forward_hook(forward_pass._make, with_kwargs=True)
                 )
             run()
-        _check_order(passage.calls, list(blocks))
-        _check_shapes(passage.calls, n_pos)
-        passage.calls[:] = map(_flatten_streams, passage.calls)
-        _check_finite(passage.calls, model)
-        _check_unchanged_between(passage.calls, len(blocks))
-        return passage
+        _check_order(forward_pass.calls, list(blocks))
+        _check_shapes(forward_pass.calls, n_pos)
+        forward_pass.calls[:] = map(_flatten_streams, forward_pass.calls)
+        _check_finite(forward_pass.calls, model)
+        _check_unchanged_between(forward_pass.calls, len(blocks))
+        return forward_pass
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
