@@ -21,10 +21,11 @@ import second_device
 import tiny
 import tl_coupling as tlc
 import vision_models
-from tl_coupling import plots, saved
+from tl_coupling import plots
 from tl_coupling.comparisons import maps
 from tl_coupling.measures import MEASURES, alignment_matrices, subspace_overlap
 from tl_coupling.report import page, parts
+from tl_coupling.results import saved
 from tl_coupling.trajectories import (
     entropy_by_depth,
     measure_trajectory,

@@ -6,6 +6,7 @@ from scipy import stats
 
 import tl_coupling as tlc
 from fake_survey import survey
+from tl_coupling.plots import labels
 from tl_coupling.studies.generalization import task_means
 
 
@@ -99,8 +100,9 @@ def test_a_twin_has_the_colour_of_its_model_and_a_legend_of_many_stays_short():
     table = task_means(survey(n_models=10, checkpoints=("main", "untrained")), k=5)
     ax = tlc.plots.plot_task_means(table)
     drawn = [line for line in ax.lines if line.get_linestyle() == "None"]
+    colors = [labels.COLORS[i % len(labels.COLORS)] for i in range(10)]
     assert [line.get_color() for line in drawn] == [
-        f"C{i}" for i in range(10) for _ in range(2)
+        color for color in colors for _ in range(2)
     ]
     assert [line.get_markerfacecolor() == "white" for line in drawn] == [
         False,
