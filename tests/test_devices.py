@@ -48,6 +48,10 @@ ON_THE_CPU = {
     "torch.zeros(2, len(indices), d, d)": "a sum over prompts",
     "torch.ones(n_layers, dtype=torch.float64)": "weights of such a sum",
     "torch.eye(d)": "draws are made on the CPU",
+    (
+        "torch.randint(n_draws, (2000, n_others), generator=generator)"
+    ): "draws of shares that were moved to the CPU",
+    "torch.tensor([0.025, 0.975], dtype=means.dtype)": "of these draws",
     "torch.full((2, rank), torch.nan)": "of such sums",
     "torch.tensor(energies)": "of such sums",
     (

@@ -82,6 +82,7 @@ def fitting(
         **{
             "trace": trace,
             "traces": [trace],
+            "maps": [depth],
             "model": trace.model,
             "layer": 0,
             "k": 1,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -244,7 +244,9 @@ class MeanCouplingMap(CouplingMap):
 
 
 @checked
-def mean_of_maps(maps: Iterable[CouplingMap]) -> MeanCouplingMap:
+def mean_of_maps(
+    maps: Annotated[Iterable[object], "a list of maps, or an iterator over them"],
+) -> MeanCouplingMap:
     """Return the mean over maps that were measured before, one for each prompt.
 
     Args:
@@ -258,11 +260,21 @@ def mean_of_maps(maps: Iterable[CouplingMap]) -> MeanCouplingMap:
     Example:
         >>> maps = [tlc.depth_coupling(tlc.trace(model, p), k=4) for p in prompts]
         >>> paths = [m.save(f"map{i}.nc") for i, m in enumerate(maps)]
-        >>> mean = tlc.mean_of_maps(map(tlc.CouplingMap.load, paths))
+        >>> mean = tlc.mean_of_maps([tlc.CouplingMap.load(path) for path in paths])
         >>> mean.n_prompts, mean.coupling(2).shape
         (4, torch.Size([2, 2]))
     """
-    return MeanCouplingMap.over(maps)
+    return MeanCouplingMap.over(map(_as_map, maps))
+
+
+def _as_map(item: object) -> CouplingMap:
+    """Return a map; raise TypeError for anything else."""
+    if not isinstance(item, CouplingMap):
+        raise TypeError(
+            f"`maps` must be maps of coupling, got {type(item).__name__} among them: "
+            "`CouplingMap.load(path)` reads one"
+        )
+    return item
 
 
 class _RunningMoments:

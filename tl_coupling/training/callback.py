@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -90,7 +91,6 @@ class CouplingCallback(TrainerCallback):
         self.seconds = 0.0
         self._measured: dict[int, list[CouplingOfStep]] = {}
         self._losses: dict[int, list[float]] = {}
-        self._step_began = time.perf_counter()
 
     @property
     def steps(self) -> list[int]:
@@ -114,10 +114,11 @@ class CouplingCallback(TrainerCallback):
         inner: nn.Module = getattr(model, "module", model)
         blocks = list(self.blocks(inner))
         device = next(inner.parameters()).device
+        start = time.perf_counter()
         measured: list[CouplingOfStep] = []
         losses: list[float] = []
         for prompt in self.prompts:
-            ids = self._ids(prompt).to(device)
+            ids = self._ids(prompt, device)
             outputs: list[Any] = []
 
             def run(ids: Tensor = ids, outputs: list[Any] = outputs) -> None:
@@ -127,8 +128,9 @@ class CouplingCallback(TrainerCallback):
             losses.append(_loss(outputs[0], ids))
         self._measured[step] = measured
         self._losses[step] = losses
-        self.seconds += sum(each.seconds for each in measured)
-        logs = self._logs(measured)
+        taken = time.perf_counter() - start
+        self.seconds += taken
+        logs = self._logs(measured) | {"coupling/seconds": taken}
         if self.log is not None:
             self.log(logs)
         return logs
@@ -155,13 +157,13 @@ class CouplingCallback(TrainerCallback):
                 [[value(depth, k) for k in self.ks] for depth in step] for step in maps
             ]
 
-        coupling = torch.tensor(of_each(lambda depth, k: depth.coupling(k).tolist()))
+        coupling = np.array(of_each(lambda depth, k: depth.coupling(k).tolist()))
         scores = [
             [each.line_shape_score for each in step] for step in self._measured.values()
         ]
         return xarray.Dataset(
             {
-                "coupling": ((*dims, "layer", "other_layer"), coupling.numpy()),
+                "coupling": ((*dims, "layer", "other_layer"), coupling),
                 mean_name("coupling"): (dims, of_each(lambda depth, k: depth.mean(k))),
                 null_name("coupling"): (dims, of_each(lambda depth, k: depth.null(k))),
                 "line_shape_score": (dims[:2], scores),
@@ -209,16 +211,16 @@ class CouplingCallback(TrainerCallback):
         self.step(state.global_step, given["model"])
         control.should_log = logs_loss
 
-    def _ids(self, prompt: str | Ids) -> Tensor:
+    def _ids(self, prompt: str | Ids, device: torch.device) -> Tensor:
         if not isinstance(prompt, str):
-            return torch.as_tensor(prompt).reshape(1, -1)
+            return torch.as_tensor(prompt, device=device).reshape(1, -1)
         if self.tokenizer is None:
             raise ValueError(
                 "`tokenizer` is needed for prompts that are texts: give it, or give the "
                 "trainer a `processing_class`"
             )
         ids: Tensor = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return ids
+        return ids.to(device)
 
     def _logs(self, measured: Sequence[CouplingOfStep]) -> dict[str, float]:
         """Return the means over prompts."""

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ class CouplingOfStep:
         expodistance: of the token's path; 0 is exponential growth.
         depth: coupling of every two blocks, up to k.
         trace: the traced input.
-        seconds: that it took.
 
     Example:
         >>> Layer = torch.nn.TransformerEncoderLayer
@@ -45,7 +43,6 @@ class CouplingOfStep:
     expodistance: float
     depth: CouplingMap
     trace: Trace
-    seconds: float
 
     def logs(self) -> dict[str, float]:
         """Return the numbers by the names under which they are logged."""
@@ -54,7 +51,6 @@ class CouplingOfStep:
             "coupling/null": self.null,
             "coupling/line_shape_score": self.line_shape_score,
             "coupling/expodistance": self.expodistance,
-            "coupling/seconds": self.seconds,
         }
 
 
@@ -94,7 +90,6 @@ def measure(
         >>> 0 < step.coupling < 1, round(step.null, 3)
         (True, 0.134)
     """
-    start = time.perf_counter()
     modules = list(blocks)
     with undisturbed(modules):
         trace = trace_modules(modules, run)
@@ -107,7 +102,6 @@ def measure(
         expodistance=float(expodistance(path)),
         depth=depth,
         trace=trace,
-        seconds=time.perf_counter() - start,
     )
 
 
