@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from markupsafe import Markup
 from torch import Tensor, nn
 
 import second_device
@@ -369,7 +370,7 @@ def test_files_pictures_and_pages(
 ) -> None:
     # What is drawn is on the CPU by then.
     for module in (parts, page):
-        monkeypatch.setattr(module, "image", lambda *_: "<img>")
+        monkeypatch.setattr(module, "image", lambda *_: Markup("<img>"))
     trace = tlc.trace(llama().to(SECOND), "w3 w14 w15 w92")
     portrait = tlc.portrait(trace, k=(2, K))
     depth, trajectory = portrait.depth, measure_trajectory(trace)

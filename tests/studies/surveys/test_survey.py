@@ -218,7 +218,7 @@ def test_dask_gives_the_same_bits(
 
 
 # Where the tests and what they share can be imported from.
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 # Where a process of its own finds this file, what tests share, and the zoo.
 PATHS = (Path(__file__).parent, Path(tiny.__file__).parent, TESTS)
 
