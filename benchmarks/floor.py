@@ -6,11 +6,12 @@ without.
 The floor of a prompt is the model's forward pass, a forward pass and a pull-back of
 each block, the matrix products of its Jacobians, their SVDs, and the matrices A of all
 pairs. All of it, and what it is compared with, is measured in turn in one process;
-another commit's survey in a process of its own, beside it.
+the same of another commit in a process of its own, after it.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,16 +39,26 @@ from tl_coupling.jacobians import fill_pairs
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
-# Runs in a checkout of another commit: how long its survey of the same prompts takes.
+# Runs in a checkout of another commit: how long its depth couplings, the fastest of each,
+# and its survey of the same prompts take.
 OTHER = """
 import json, sys, time
 import tl_coupling as tlc
-name, texts = json.loads(sys.stdin.read())
+name, texts, prompts, k, repeats = json.loads(sys.stdin.read())
 model = tlc.load_model(name)
+def seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+def coupled(ids):
+    return lambda: tlc.depth_coupling(tlc.trace(model, ids), k, progress=False)
+runs = []
+for ids in prompts:
+    seconds(coupled(ids))
+    runs.append(min(seconds(coupled(ids)) for _ in range(repeats)))
 tlc.surveys.measure_prompts(model, texts[:1], progress=False)
-start = time.perf_counter()
-tlc.surveys.measure_prompts(model, texts, progress=False)
-print(json.dumps(time.perf_counter() - start))
+survey = seconds(lambda: tlc.surveys.measure_prompts(model, texts, progress=False))
+print(json.dumps({"runs": runs, "survey": survey / len(texts)}))
 """
 
 
@@ -119,10 +130,10 @@ def settings_for(model: nn.Module, k: int) -> tlc.Settings:
 
 
 def of_survey(
-    model: nn.Module, name: str, settings: tlc.Settings, n: int, commit: str | None
+    model: nn.Module, settings: tlc.Settings, texts: Sequence[str]
 ) -> dict[str, Any]:
     """Return the floor and the seconds of a prompt of a survey."""
-    texts = texts_of(n)
+    n = len(texts)
     k = settings.largest(model.cfg.d_model)
     survey = partial(
         tlc.surveys.measure_prompts, model, settings=settings, progress=False
@@ -136,15 +147,16 @@ def of_survey(
         part: sum(of_prompt[part] for of_prompt in of_prompts) / n
         for part in of_prompts[0]
     }
-    result = compared(parts, seconds / n) | {"n_prompts": n}
-    if commit is not None:
-        other = seconds_at(commit, name, texts) / n
-        result |= {"other_commit": commit, "other_seconds": other}
-    return result
+    return compared(parts, seconds / n) | {"n_prompts": n}
 
 
-def seconds_at(commit: str, name: str, texts: Sequence[str]) -> float:
-    """Return how long the survey of these prompts takes at another commit."""
+def seconds_at(commit: str, measured: Sequence[object]) -> dict[str, Any]:
+    """Return how long the same takes at another commit: the depth coupling of each
+    prompt, and a prompt of the survey.
+
+    `measured` are the name of the model, the texts of the survey, the token ids of the
+    prompts, k and how often each is measured.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tree = str(Path(folder) / "tree")
         git = ["git", "-C", str(ROOT), "worktree"]
@@ -153,14 +165,16 @@ def seconds_at(commit: str, name: str, texts: Sequence[str]) -> float:
             done = subprocess.run(
                 [sys.executable, "-c", OTHER],
                 cwd=tree,
-                input=json.dumps([name, list(texts)]),
+                # Its own package, whatever is installed or on the path here.
+                env=os.environ | {"PYTHONPATH": tree},
+                input=json.dumps(measured),
                 capture_output=True,
                 text=True,
                 check=True,
             )
         finally:
             subprocess.run([*git, "remove", "--force", tree], check=True)
-    seconds: float = json.loads(done.stdout.splitlines()[-1])
+    seconds: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seconds
 
 
@@ -180,12 +194,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
     shown.add_row("floor", *(f"{total:.3f}" for total in totals))
     shown.add_row("tl_coupling", *(f"{run['seconds']:.3f}" for run in of_each))
     shown.add_row("ratio", *(f"{run['ratio']:.2f}" for run in of_each))
-    survey = results["survey"]
-    if "other_seconds" in survey:
-        times = survey["other_seconds"] / survey["seconds"]
-        others = f"{survey['other_seconds']:.3f} ({times:.2f} ×)"
-        blanks = [""] * len(results["runs"])
-        shown.add_row(f"at {survey['other_commit']}", *blanks, others)
+    if other := results.get("other"):
+        seconds_there = [*other["seconds"]["runs"], other["seconds"]["survey"]]
+        cells = [
+            f"{there:.3f} ({there / run['seconds']:.2f} ×)"
+            for there, run in zip(seconds_there, of_each, strict=True)
+        ]
+        shown.add_row(f"at {other['commit']}", *cells)
     return [shown]
 
 
@@ -214,28 +229,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=3,
         help="runs of single prompts; the fewest seconds count (default: %(default)s)",
     )
-    parser.add_argument(
-        "--against", metavar="COMMIT", help="another commit, whose survey is timed too"
-    )
+    parser.add_argument("--against", metavar="COMMIT", help="another commit, timed too")
     options = parser.parse_args(arguments)
     model = tlc.load_model(options.model)
+    prompts = [token_ids(options.model, n) for n in options.tokens]
+    texts = texts_of(options.prompts)
     results = {
         "model": options.model,
         "environment": environment(CPU),
         "runs": [
-            of_one_prompt(
-                model, token_ids(options.model, n), options.k, options.repeats
-            )
-            for n in options.tokens
+            of_one_prompt(model, ids, options.k, options.repeats) for ids in prompts
         ],
-        "survey": of_survey(
-            model,
-            options.model,
-            settings_for(model, options.k),
-            options.prompts,
-            options.against,
-        ),
+        "survey": of_survey(model, settings_for(model, options.k), texts),
     }
+    if options.against is not None:
+        measured = (options.model, texts, prompts, options.k, options.repeats)
+        seconds = seconds_at(options.against, measured)
+        results["other"] = {"commit": options.against, "seconds": seconds}
     out = console()
     out.print(*tables(results))
     out.print(f"wrote {write(options.out, 'floor', results)}")

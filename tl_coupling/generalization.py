@@ -1,31 +1,7 @@
 """Coupling against generalization across models: tables, fits, bootstrap, and what else
 could explain the score: public names of `tl_coupling.studies.generalization`.
 """
+# ruff: noqa: F403
 
-from tl_coupling.studies.generalization import (
-    Bootstrap,
-    Generalization,
-    LinearFit,
-    PromptCorrelation,
-    bootstrap,
-    generalization_study,
-    linear_fit,
-    paper_table1,
-    prompt_correlations,
-    read_scores,
-    task_means,
-)
-
-__all__ = [
-    "Bootstrap",
-    "Generalization",
-    "LinearFit",
-    "PromptCorrelation",
-    "bootstrap",
-    "generalization_study",
-    "linear_fit",
-    "paper_table1",
-    "prompt_correlations",
-    "read_scores",
-    "task_means",
-]
+from tl_coupling.studies.generalization import *
+from tl_coupling.studies.generalization import __all__ as __all__

@@ -1,7 +1,7 @@
 """What a model loses without a block, its order, its own directions, or its end:
 public names of `tl_coupling.studies.redundancy`.
 """
+# ruff: noqa: F403
 
-from tl_coupling.studies.redundancy import layer_redundancy, redundancy_correlations
-
-__all__ = ["layer_redundancy", "redundancy_correlations"]
+from tl_coupling.studies.redundancy import *
+from tl_coupling.studies.redundancy import __all__ as __all__

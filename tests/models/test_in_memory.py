@@ -82,7 +82,13 @@ def test_texts_need_the_tokenizer(tokenizer_folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"name": "gpt2"}, {"untrained": True}, {"backend": "bridge"}, {"checkpoint": 3}],
+    [
+        {"name": "gpt2"},
+        {"untrained": True},
+        {"backend": "bridge"},
+        {"checkpoint": 3},
+        {"dtype": "float64"},
+    ],
 )
 def test_nothing_else_goes_with_a_model_in_memory(options: dict[str, Any]) -> None:
     model = tiny.huggingface_model("llama")

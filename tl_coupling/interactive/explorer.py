@@ -1,9 +1,9 @@
 """Draw a coupling map that is explored by pointer and keyboard: every pair's value beside
 its null, its matrix A, and each k.
 
-The numbers are in the page, as whole numbers of 16 bits (values) and 8 (matrices); 150
-lines of script draw them. Plotting libraries that could be embedded take 1 to 4 MB, and
-none of their maps is used by keyboard.
+The numbers are in the page, as whole numbers of 16 bits (values) and 8 (matrices), and a
+short script draws them. Plotting libraries that could be embedded are many times longer,
+and none of their maps is used by keyboard.
 """
 
 import base64
@@ -24,6 +24,7 @@ from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.directions import Decoded
 from tl_coupling.interactive.views import View, token_names, visible_token
+from tl_coupling.spectra import check_k
 
 _HERE = Path(__file__)
 _TEMPLATES = Environment(
@@ -71,7 +72,7 @@ def show_coupling(
         ValueError: no result, maps of different pairs, or a k that they do not hold.
 
     Cost: `2 k + matrix_k²` bytes for each pair and result, and a third more for the
-    page: 1.3 MB for 30 layers, k = 50 and two results.
+    page: about 1 MB for 30 layers, k = 50 and two results.
 
     Example:
         >>> result = tlc.depth_coupling(trace, k=4)
@@ -89,9 +90,8 @@ def show_coupling(
                 f"{next(iter(runs))!r}"
             )
     largest_k = min(result.k for result in runs.values())
-    first_k = min(10, largest_k) if k is None else first._k(k)
-    if first_k > largest_k:
-        raise ValueError(f"`k` must be at most {largest_k}, which all hold, got {k}")
+    first_k = min(10, largest_k) if k is None else k
+    check_k(first_k, largest_k)
     side = "layer" if first.kind == "depth" else "token"
     rows, cols = _labels(first)
     data = {

@@ -107,8 +107,8 @@ def load_model(
             be written.
 
     Cost: reading the weights, and memory for them; with `memory="stream"`, memory for
-    one block. A GGUF file is converted the first time, in two minutes for 270 million
-    weights, into a copy in float32 in the user's cache.
+    one block. A GGUF file is converted the first time, which takes longer than a load, into
+    a copy in float32 in the user's cache.
 
     Example:
         >>> model = tlc.load_model("models/width16/step2", device="cpu")
@@ -117,7 +117,8 @@ def load_model(
     """
     if hf_model is not None:
         others = (checkpoint, untrained, device, quantization, trust_remote_code)
-        if name is not None or any(others) or (backend, memory) != ("auto", "resident"):
+        defaults = ("auto", "resident", torch.float32)
+        if name is not None or any(others) or (backend, memory, dtype) != defaults:
             raise ModelError(
                 "`hf_model` is loaded already: no other argument goes with it but "
                 "`tokenizer` and `label`"

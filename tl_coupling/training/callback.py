@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -89,20 +88,20 @@ class CouplingCallback(TrainerCallback):
         self.max_seconds = max_seconds
         self.log: Callable[[dict[str, float]], object] | None = None
         self.seconds = 0.0
-        self._measured: dict[int, list[CouplingOfStep]] = {}
-        self._losses: dict[int, list[float]] = {}
+        # Numbers alone: a trace would keep the activations of every step.
+        self._datasets: dict[int, xarray.Dataset] = {}
 
     @property
     def steps(self) -> list[int]:
         """The steps that were measured."""
-        return list(self._measured)
+        return list(self._datasets)
 
     def step(self, step: int, model: nn.Module) -> dict[str, float] | None:
         """Measure the model if it is the turn of this step; return what is logged.
 
         Raises as `measure`.
         """
-        if step % self.every or step in self._measured:
+        if step % self.every or step in self._datasets:
             return None
         if self.max_seconds is not None and self.seconds >= self.max_seconds:
             warn_caller(
@@ -126,8 +125,7 @@ class CouplingCallback(TrainerCallback):
 
             measured.append(measure(blocks, run, self.ks[-1]))
             losses.append(_loss(outputs[0], ids))
-        self._measured[step] = measured
-        self._losses[step] = losses
+        self._datasets[step] = self._dataset_of_step(measured, losses)
         taken = time.perf_counter() - start
         self.seconds += taken
         logs = self._logs(measured) | {"coupling/seconds": taken}
@@ -146,37 +144,38 @@ class CouplingCallback(TrainerCallback):
         """
         import xarray
 
-        if not self._measured:
+        if not self._datasets:
             raise ValueError("nothing was measured yet: train, or call `step`")
-        dims = ("checkpoint", "prompt", "k")
-        maps = [[each.depth for each in step] for step in self._measured.values()]
-        first = maps[0][0]
+        run = xarray.concat(self._datasets.values(), "checkpoint")
+        return run.assign_coords(checkpoint=self.steps)
 
-        def of_each(value: Callable[[Any, int], Any]) -> list[Any]:
-            return [
-                [[value(depth, k) for k in self.ks] for depth in step] for step in maps
-            ]
+    def _dataset_of_step(
+        self, measured: Sequence[CouplingOfStep], losses: Sequence[float]
+    ) -> "xarray.Dataset":
+        """Return what is kept of a step, along `prompt` and `k`."""
+        import xarray
 
-        coupling = np.array(of_each(lambda depth, k: depth.coupling(k).tolist()))
-        scores = [
-            [each.line_shape_score for each in step] for step in self._measured.values()
-        ]
+        maps = [result.depth for result in measured]
+        coupling = [[depth.coupling(k).tolist() for k in self.ks] for depth in maps]
+        means = [[depth.mean(k) for k in self.ks] for depth in maps]
+        nulls = [[depth.null(k) for k in self.ks] for depth in maps]
+        scores = [result.line_shape_score for result in measured]
+        dims = ("prompt", "k")
         return xarray.Dataset(
             {
                 "coupling": ((*dims, "layer", "other_layer"), coupling),
-                mean_name("coupling"): (dims, of_each(lambda depth, k: depth.mean(k))),
-                null_name("coupling"): (dims, of_each(lambda depth, k: depth.null(k))),
-                "line_shape_score": (dims[:2], scores),
-                "loss": (dims[:2], list(self._losses.values())),
+                mean_name("coupling"): (dims, means),
+                null_name("coupling"): (dims, nulls),
+                "line_shape_score": ("prompt", scores),
+                "loss": ("prompt", list(losses)),
             },
             {
-                "checkpoint": self.steps,
                 "prompt": [str(i) for i in range(len(self.prompts))],
                 "k": self.ks,
-                "layer": list(first.row_layers),
-                "other_layer": list(first.col_layers),
+                "layer": list(maps[0].row_layers),
+                "other_layer": list(maps[0].col_layers),
             },
-            {"model": first.provenance.get("model"), "diagonal": 0},
+            {"model": maps[0].provenance.get("model"), "diagonal": 0},
         )
 
     def on_train_begin(
@@ -224,9 +223,10 @@ class CouplingCallback(TrainerCallback):
 
     def _logs(self, measured: Sequence[CouplingOfStep]) -> dict[str, float]:
         """Return the means over prompts."""
-        every = [each.logs() for each in measured]
+        logs_of_prompts = [result.logs() for result in measured]
         return {
-            name: sum(logs[name] for logs in every) / len(every) for name in every[0]
+            name: sum(logs[name] for logs in logs_of_prompts) / len(measured)
+            for name in logs_of_prompts[0]
         }
 
 

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tl_coupling.arguments import Count, checked
 from tl_coupling.blocks import BlockCall, hidden_states
 from tl_coupling.spectra import fitting_k
+from tl_coupling.training.measuring import undisturbed
 
 Frames = Literal["detached", "differentiated"]
 
@@ -105,8 +106,6 @@ def _evaluated_with_gradients(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Run in eval mode, in the dtype of the weights, with attention that has second
     derivatives.
     """
-    from tl_coupling.training.measuring import undisturbed
-
     device = next(blocks[0].parameters(), torch.empty(0)).device
     with (
         undisturbed(blocks),

@@ -1,10 +1,9 @@
 """GGUF files: converted once into a copy in the user's cache, by transformers, and read
 from that copy later.
 
-Reading the file of a model of 270 million weights takes a minute or two, most of it for
-its tokenizer, which transformers and gguf read several times; reading the copy takes
-two seconds, and its weights may stay on disk. The copy holds the dequantised weights in
-float32.
+Most of the time of reading such a file goes to its tokenizer, which transformers and
+gguf read several times. The copy is read as any folder is, and its weights may stay on
+disk. It holds the dequantised weights in float32.
 """
 
 import hashlib
