@@ -23,6 +23,7 @@ from benchmarks.stages import random_ids, random_model
 from benchmarks.timing import Memory, console, environment, timed, write
 
 CPU = torch.device("cpu")
+TOKENS = 64
 # Of GPT-NeoX: layers, width, heads.
 _PYTHIA = {
     "pythia-160m": (12, 768, 12),
@@ -76,6 +77,13 @@ def measured(name: str, n_tokens: int, k: int, repeats: int) -> dict[str, Any]:
     }
 
 
+def file_name(n_tokens: int) -> str:
+    """Return the name of a file for each length: one does not replace another."""
+    if n_tokens == TOKENS:
+        return "expected"
+    return f"expected_{n_tokens}"
+
+
 def tables(results: dict[str, Any]) -> list[Table]:
     """Return a row for each model."""
     machine = results["environment"]
@@ -105,7 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument(
-        "--tokens", type=int, default=64, help="of the prompt (default: %(default)s)"
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        help="of the prompt (default: %(default)s)",
     )
     add_k(parser)
     add_out(parser)
@@ -123,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             given = (name, options.tokens, options.k, options.repeats)
             runs.append(pool.apply(measured, given))
     results = {
+        "benchmark": "expected",
         "n_pos": options.tokens,
         "k": options.k,
         "environment": environment(CPU),
@@ -130,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     out = console()
     out.print(*tables(results))
-    out.print(f"wrote {write(options.out, 'expected', results)}")
+    out.print(f"wrote {write(options.out, file_name(options.tokens), results)}")
 
 
 if __name__ == "__main__":

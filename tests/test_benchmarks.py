@@ -111,6 +111,19 @@ def test_what_to_expect_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["planned_tflop"] * 1e12 > 2 * 4 * weights
 
 
+def test_each_length_of_prompt_has_a_file_of_its_own() -> None:
+    assert expected.file_name(64) == "expected"
+    assert expected.file_name(1024) == "expected_1024"
+    results = table.read(Path(expected.__file__).parent / "results")
+    names = {
+        figures["n_pos"]: name
+        for name, figures in results.items()
+        if figures["benchmark"] == "expected"
+    }
+    assert names
+    assert all(expected.file_name(n_pos) == name for n_pos, name in names.items())
+
+
 @pytest.mark.parametrize(
     ("name", "in_the_paper"),
     [("gpt2", "openai-community/gpt2"), ("pythia-1b", "EleutherAI/pythia-1b")],

@@ -52,6 +52,7 @@ PAGES = [
         ),
         *(
             "how-to/large-models",
+            "how-to/long-prompts",
             "how-to/vision",
             "how-to/statistics",
             "findings",

@@ -39,7 +39,8 @@ class Plan:
         working: singular vectors, and what one Jacobian or the SVDs of some take at a
             time.
         peak: the estimate of what is in memory at most, beside the interpreter and its
-            libraries.
+            libraries, and beside what grows with the prompt: the forward pass, and the
+            attention weights of one block.
         flops: of the products of matrices, by stage: "trace", "gate", "jacobians",
             "svd", "pairs".
 
