@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+import transformer_lens
 
 import tiny
 import tl_coupling as tlc
@@ -13,6 +14,21 @@ from tl_coupling.directions.decoding import _groups
 from tl_coupling.jacobians import block_directions
 
 K = 3
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def adding(vector):
+    """Return a hook that moves the stream at the last token."""
+
+    def add(stream, hook):
+        stream = stream.clone()
+        stream[0, -1] += vector
+        return stream
+
+    return add
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +212,99 @@ def test_an_unembedding_that_cannot_be_differentiated_is_said(
     finally:
         handle.remove()
     assert kept
+
+
+def interpreted(model, vector_type, head=None):
+    """TransformerLens's own logits of a weight's singular vectors, `[d_vocab k]`."""
+    interpreter = transformer_lens.SVDInterpreter(model)
+    return interpreter.get_singular_vectors(vector_type, 1, K, head_index=head)[:, 0]
+
+
+@pytest.mark.both_lines
+@pytest.mark.parametrize("vector_type", ["OV", "w_in", "w_out"])
+def test_singular_vectors_of_weights_are_decoded_as_by_transformerlens(
+    model, trace, vector_type
+):
+    """`SVDInterpreter` takes the sides that write, and of `w_in` the one that reads."""
+    block = model.blocks[1]
+    if vector_type == "OV":
+        W = model.W_V[1, 0] @ model.W_O[1, 0]
+    elif vector_type == "w_in":
+        W = block.mlp.W_in.mT * block.ln2.w
+    else:
+        W = block.mlp.W_out
+    Vh = torch.linalg.svd(W.detach().float(), full_matrices=False).Vh
+    side = "read" if vector_type == "w_in" else "write"
+    directions = tlc.directions.Directions.of(Vh[:K], 1, side, name=vector_type)
+    decoded = tlc.directions.decode(trace, directions, n_tokens=99, n_draws=2)
+    # Of grouped queries it takes the head of that number on both sides: only the first
+    # head's are the same.
+    theirs = interpreted(model, vector_type, head=0).mT
+    ours = logits_of(decoded, "unembedding")
+    seen = ours.isfinite()
+    theirs = theirs[:, : ours.shape[1]]
+    # The sign of a singular vector is arbitrary.
+    signs = (ours.nan_to_num() * theirs).sum(1, keepdim=True).sign()
+    torch.testing.assert_close(ours[seen], (signs * theirs)[seen], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+def test_directions_of_ones_own_are_decoded_where_they_are(model, trace, side):
+    """Central differences of the model's logits, and products with the stream."""
+    vectors = torch.linalg.qr(torch.randn(32, K, generator=seeded())).Q.mT
+    directions = tlc.directions.Directions.of(vectors, 1, side)
+    decoded = tlc.directions.decode(trace, directions, n_tokens=99, n_draws=2)
+    found = logits_of(decoded, "network")
+    epsilon = 1e-2
+    for i in range(K):
+        moved = []
+        for sign in (1, -1):
+            hooks = [(directions.hook_point, adding(sign * epsilon * vectors[i]))]
+            with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+                moved.append(model(trace.tokens[None])[0, -1])
+        expected = (moved[0] - moved[1])[: found.shape[1]] / (2 * epsilon)
+        seen = found[i].isfinite()
+        error = (found[i][seen] - expected[seen]).norm() / expected[seen].norm()
+        assert float(error) < 1e-3
+    x = trace.residual[1 if side == "read" else 2, -1]
+    torch.testing.assert_close(decoded.reads.sum(1), vectors @ x, atol=1e-5, rtol=1e-4)
+    J = tlc.block_jacobian(trace, 1)
+    gains = (J @ vectors.mT if side == "read" else J.mT @ vectors.mT).norm(dim=0)
+    torch.testing.assert_close(decoded.gains, gains)
+    assert decoded.groups.tolist() == [0, 1, 2]
+    assert decoded.provenance["model"] == trace.provenance["model"]
+
+
+def test_directions_that_were_found_are_decoded_as_the_block_is(trace):
+    """Tokens of what block 0 writes, and components of what block 1 reads."""
+    written = tlc.directions.directions_of(trace, 0, K, side="write")
+    ours = tlc.directions.decode(trace, written, n_tokens=4, n_draws=2)
+    expected = tlc.directions.decode(trace, 0, K, n_tokens=4, n_draws=2)
+    torch.testing.assert_close(ours.logits, expected.logits)
+    torch.testing.assert_close(ours.gains, expected.gains, atol=1e-5, rtol=1e-4)
+    assert ours.texts == expected.texts
+    read = tlc.directions.directions_of(trace, 1, K)
+    ours = tlc.directions.decode(trace, read, k=2, n_draws=2)
+    expected = tlc.directions.decode(trace, 1, 2, n_draws=2)
+    torch.testing.assert_close(ours.reads, expected.reads)
+
+
+def test_what_directions_cannot_have_is_refused(trace):
+    own = tlc.directions.Directions.of(torch.eye(32)[:2], 0, "read")
+    lens = tlc.trajectories.product_lens([trace])
+    for arguments, message in (
+        ({"others": [trace]}, "directions are the same on all"),
+        ({"k": 3}, "at most 2, the number of directions"),
+        ({"lens": lens}, "nothing for what block 0 reads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tlc.directions.decode(trace, own, **arguments)
+    narrow = tlc.directions.Directions.of(torch.eye(8)[:2], 0)
+    with pytest.raises(ValueError, match="width 8, and this model has width 32"):
+        tlc.directions.decode(trace, narrow)
+    # A lens of this prompt alone is the rest of the network, from the block before.
+    read = tlc.directions.Directions.of(torch.eye(32)[:2], 1, "read")
+    decoded = tlc.directions.decode(trace, read, lens=lens, n_draws=2)
+    torch.testing.assert_close(
+        decoded.logits[-1], decoded.logits[2], atol=1e-4, rtol=1e-3
+    )

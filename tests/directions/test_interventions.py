@@ -319,3 +319,90 @@ def test_directions_made_with_a_module_spliced_in_are_refused_without_it(
     ):
         with pytest.raises(ValueError, match=rf"spliced in at {place} .* has none"):
             refused()
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+def test_a_subspace_of_ones_own_is_removed_as_written_out(model, trace, side):
+    """By hand: `X + f(X − XBBᵀ)` and `X + f(X)(I − BBᵀ)`, of columns that are not
+    orthonormal.
+    """
+    columns = frame(3, seed=4) @ torch.tensor([[2.0, 1, 0], [0, 1, 0], [0, 0, 3]])
+    own = tlc.directions.Subspace.of(columns, 1, side)
+    Q = torch.linalg.pinv(columns)
+    projector = columns @ Q
+    X = trace.residual[1]
+    f = trace.blocks[1]
+    if side == "read":
+        expected = X + f(X - X @ projector)
+    else:
+        expected = X + f(X) - f(X) @ projector
+    torch.testing.assert_close(
+        logits_with(model, own.hooks(model))[0],
+        trace.logits(expected),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("side", ["read", "write"])
+def test_ablation_of_ones_own_subspace_is_that_of_the_shared_one(model, trace, side):
+    """A shared subspace given as one's own, with the same prompts: all conditions."""
+    traces = [trace, tlc.trace(model, "w3 w4 w5 w9 w2")]
+    shared = tlc.directions.shared_subspace(traces, rank=3, k=4)
+    basis = shared.read if side == "read" else shared.write
+    own = tlc.directions.Subspace.of(basis, [0, 1], side, traces=traces, name="mine")
+    prompts = ["w6 w1 w7 w8", "w2 w9 w11 w4 w5"]
+    expected = tlc.directions.ablate(model, prompts, shared, side=side, n_draws=2)
+    result = tlc.directions.ablate(model, prompts, own, n_draws=2)
+    assert result.kinds == expected.kinds
+    assert result.side == side
+    for effect in ("loss_change", "kl", "removed"):
+        torch.testing.assert_close(
+            getattr(result, effect), getattr(expected, effect), atol=1e-5, rtol=1e-4
+        )
+    assert result.provenance["directions"] == "mine"
+    assert result.provenance["model"] == shared.provenance["model"]
+
+
+def test_ones_own_subspace_takes_controls_from_the_prompts(model, tmp_path):
+    prompts = ["w6 w1 w7 w8", "w2 w9 w11 w4 w5"]
+    own = tlc.directions.Subspace.of(frame(2), 1, "read")
+    result = tlc.directions.ablate(model, prompts, own, n_draws=2)
+    assert len(set(result.kinds)) == 7
+    # μ is 0: what its hooks do, and nothing else.
+    tokens = tlc.trace(model, prompts[0]).tokens[None]
+    with torch.no_grad(), model.hooks(fwd_hooks=own.hooks(model)):
+        logits = model(tokens)[0]
+    loss = torch.nn.functional.cross_entropy(logits[:-1], tokens[0, 1:])
+    change = float(loss - result.loss[0])
+    assert result.of("shared")[0] == pytest.approx(change, abs=1e-5)
+    # The controls are those of the same subspace with these prompts as its traces.
+    traces = [tlc.trace(model, prompt) for prompt in prompts]
+    with_traces = tlc.directions.Subspace.of(frame(2), 1, "write", traces=traces)
+    own = tlc.directions.Subspace.of(frame(2), 1, "write")
+    for kind in ("span", "unshared", "low_gain"):
+        np.testing.assert_allclose(
+            tlc.directions.ablate(model, prompts, own, n_draws=2).of(kind),
+            tlc.directions.ablate(model, prompts, with_traces, n_draws=2).of(kind),
+            atol=1e-6,
+        )
+    loaded = tlc.directions.Subspace.load(own.save(tmp_path / "own.nc"))
+    assert torch.equal(loaded.bases, own.bases)
+    assert (loaded.side, loaded.layers, repr(loaded)) == ("write", (1,), repr(own))
+
+
+@pytest.mark.parametrize(
+    ("basis", "layer", "message"),
+    [
+        (torch.eye(3, 32), 0, "got shape [3, 32]: transpose it"),
+        (torch.zeros(32, 1), 0, "`basis` must be finite and not 0"),
+        (torch.eye(32)[:, [0, 1, 0]], 0, "of which one is in the span of the others"),
+        (torch.eye(32)[:, :2], -1, "counted from 0, got [-1]"),
+        (torch.eye(32)[:, :2], [], "counted from 0, got []"),
+        (torch.eye(32)[:, :2], [1, 1], "each layer once, got [1, 1]"),
+    ],
+)
+def test_a_basis_that_is_none_is_refused_in_a_line(basis, layer, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        tlc.directions.Subspace.of(basis, layer)
+    assert "\n" not in str(error.value)

@@ -132,3 +132,25 @@ def test_subspace_is_a_line_for_each_side_beside_random_frames() -> None:
     random_cosine = float(result.null_cosines.min(1).values.mean())
     assert f"read {read_cosine:.2f}, written" in ax.get_title()
     assert f"random {random_cosine:.2f}" in ax.get_title()
+
+
+def test_directions_and_subspaces_of_ones_own_are_called_so() -> None:
+    shape = (3, 2, 2, 4)
+    steering = Steering(
+        kl=drawn(*shape),
+        surprise=drawn(*shape),
+        logit_difference=drawn(*shape),
+        predicted_kl=drawn(3, 2, 4),
+        amplification=drawn(3, 4),
+        alignment=drawn(3, 4),
+        kinds=("direction", "random", "random"),
+        scales=(0.01, 0.1),
+        prompts=("a", "b", "c", "d"),
+        provenance=PROVENANCE | {"own": True, "directions": "probes"},
+    )
+    ax = plot_steering(steering)
+    assert [line.get_label() for line in ax.lines][1] == "own directions"
+    assert "own directions" in ax.figure.axes[1].get_ylabel()
+    own = Subspace.of(torch.eye(8)[:, :2], 0)
+    with pytest.raises(ValueError, match="no eigenvalues to draw"):
+        plot_subspace(own)

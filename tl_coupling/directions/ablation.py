@@ -17,6 +17,7 @@ from tl_coupling.arguments import (
     made_by,
     warn_caller,
 )
+from tl_coupling.blocks import trace
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.effects import (
     effects_of_kind,
@@ -192,7 +193,7 @@ def ablate(
     prompts: str | Prompt | Sequence[str | Prompt],
     subspace: Subspace,
     layers: Sequence[int] | None = None,
-    side: Side = "write",
+    side: Side | None = None,
     *,
     rank: Annotated[int, at_least(0)] | None = None,
     first_position: Annotated[int, at_least(0)] = 0,
@@ -217,11 +218,14 @@ def ablate(
         model: a TransformerBridge or HookedTransformer, in eval mode.
         prompts: texts, or `Prompt` objects, of at least two tokens; others than those
             the subspace was found on.
-        subspace: what `shared_subspace` found.
+        subspace: what `shared_subspace` found, or one's own, `Subspace.of`: then
+            "shared" is the kind of its own effect.
         layers: where it is removed, at all of them together; those of the subspace by
             default.
-        side: "read" or "write".
-        rank: how many of its directions, the most shared first; all by default.
+        side: "read" or "write": by default that of one's own subspace, and "write" of
+            a shared one.
+        rank: how many of its directions, the first ones, which are the most shared; all
+            by default.
         first_position: tokens before it are left as they are: with 1, the first token,
             which attention sinks into in many models and which is many times longer.
         n_draws: how many subspaces of each control are drawn.
@@ -236,7 +240,9 @@ def ablate(
             another width.
 
     Cost: for each prompt `2 + 5 · n_draws` passes of the model, in batches; memory for
-    `d_model · rank` numbers for each of them and layer.
+    `d_model · rank` numbers for each of them and layer. One's own subspace without
+    `traces` takes the controls from these prompts: a trace and the Jacobians of its
+    layers for each.
 
     Example:
         >>> subspace = tlc.directions.shared_subspace([trace], rank=4, k=4)
@@ -265,6 +271,11 @@ def ablate(
     tokens_of_prompts = _tokenized(
         model, as_prompts(prompts), prepend_bos, first_position
     )
+    side = side or subspace.default_side
+    if not subspace.span.shape[-1]:
+        # μ stays that of the subspace, so that its hooks do the same.
+        traces = (trace(model, tokens) for tokens in tokens_of_prompts.values())
+        subspace = subspace.with_controls(traces, keep_mean=True)
     generator = seeded(seed)
     conditions = _conditions(subspace, chosen, side, rank, n_draws, generator)
     ablated = [

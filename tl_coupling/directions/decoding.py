@@ -12,8 +12,9 @@ from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import SeveralTraces, as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
+from tl_coupling.directions.interventions import Directions, own_facts
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
-from tl_coupling.jacobians import block_directions
+from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens
 from tl_coupling.results import Saved
@@ -26,6 +27,7 @@ Way = Literal["unembedding", "final_norm", "network", "lens"]
 Control = Literal["random", "rotated", "other_prompts"]
 CONTROLS: tuple[Control, ...] = ("random", "rotated", "other_prompts")
 ENDS = ("+", "-")
+_DEFAULT_K = 10
 # Gains closer than this are one group: inside it, singular vectors are one frame of
 # many, and no claim about a single one of them can be made.
 SAME_GAIN = 0.01
@@ -41,14 +43,19 @@ class Decoded(Saved):
     """Tokens that a block's `write` directions promote, and components that its `read`
     directions answer to, with controls.
 
+    Directions of one's own are both: what they promote where they are in the stream,
+    and what each component wrote along them by then.
+
     The sign of a direction is arbitrary: both ends are given. Token lists can always be
     read: `kurtosis` and `next_token_rank` say whether there is more in them than in
     those of the controls.
 
     Attributes:
-        gains: the singular values, `[direction]`.
+        gains: the singular values, `[direction]`; of directions of one's own `‖J v‖`
+            for what the block reads, `‖Jᵀ v‖` for what it writes.
         groups: of each direction; those whose gains differ by less than 1 % from one to
-            the next are one group, and no claim is made inside it.
+            the next are one group, and no claim is made inside it. Each of one's own is
+            a group.
         tokens: entries of `texts`, `[way direction end rank]`: what each end promotes
             most, by each way.
         logits: their logits, for a direction of length 1.
@@ -186,8 +193,8 @@ class Decoded(Saved):
 @checked
 def decode(
     trace: Trace,
-    layer: int,
-    k: Count = 10,
+    layer: int | Directions,
+    k: Count | None = None,
     *,
     position: int = -1,
     n_tokens: Count = 10,
@@ -209,20 +216,24 @@ def decode(
 
     Args:
         trace: a traced prompt of a language model.
-        layer: the block.
-        k: how many singular vectors.
+        layer: the block; or `Directions` instead of its singular vectors, such as
+            `Directions.of(vectors, layer)` of one's own. Then u and v are both these,
+            products start behind their hook point, and components are those before it.
+        k: how many singular vectors, 10 by default; of directions all by default.
         position: the token; the last by default.
         n_tokens: how many tokens are listed at each end.
         lens: a `JacobianLens` of TransformerLens, or `trajectories.product_lens`, for
             one more way.
         others: other prompts of the same model: the block's singular vectors there are
-            one more control.
+            one more control. Directions have no others.
         n_draws: how many random directions, and rotations inside the span of the k, are
             drawn.
         seed: of the draws.
 
     Raises:
-        ValueError: a layer, position or k out of range; a model without an unembedding.
+        ValueError: a layer, position or k out of range; a model without an unembedding;
+            directions of another model or width; `others`, or a lens for what block 0
+            reads, beside directions.
 
     Cost: the Jacobians of this and of all later blocks; the logits of `k + 2 n_draws`
     directions, two or three times; one pass of the model with TransformerLens's cache.
@@ -231,50 +242,61 @@ def decode(
         >>> decoded = tlc.directions.decode(trace, layer=1, k=2, n_tokens=3)
         >>> decoded.next_token_rank.shape, decoded.components[:2]
         (torch.Size([3, 2, 2]), ('embed', 'L0H0'))
+        >>> probes = tlc.directions.Directions.of(torch.eye(32)[:3], layer=0)
+        >>> tlc.directions.decode(trace, probes).reads.shape  # embed, heads, MLP, rest
+        torch.Size([3, 7])
 
     Source: TransformerLens's `SVDInterpreter` for the first way, of weights there.
     """
     t = trace.position_index(position)
-    index = trace.layer_index(layer)
     if lens is not None:
         check_lens(lens, trace)
-    found = block_directions(trace, index, k, t)
+    if isinstance(layer, Directions):
+        found = _Found.from_directions(trace, layer, k, t, lens)
+        if others:
+            raise ValueError(
+                "`others` are prompts on which a block has other singular vectors: "
+                "directions are the same on all, leave it out"
+            )
+    else:
+        found = _Found.from_block(trace, layer, k or _DEFAULT_K, t)
     generator = seeded(seed)
-    write = found.write.mT
     drawn = {
-        "random": unit_vectors(n_draws, trace.d_model, generator).to(write),
-        "rotated": span_vectors(n_draws, found.write, generator),
+        "random": unit_vectors(n_draws, trace.d_model, generator).to(found.write),
+        "rotated": span_vectors(n_draws, found.span, generator),
     }
-    later = _Later(trace, index, t, lens)
-    direction_logits = later.read_out(write)
+    later = _Later(trace, found.first_layer, t, lens)
+    direction_logits = later.read_out(found.write)
     # What the model itself finds most likely, not what the text has next.
     next_token = int(trace.logits(trace.residual[-1, t], trace.final_norm).argmax())
     control_logits = [later.read_out(vectors) for vectors in drawn.values()]
     control_logits.append(
-        _other_prompt_logits(others, trace, index, k, position, later)
+        _other_prompt_logits(
+            others, trace, found.layer, len(found.write), position, later
+        )
     )
     tops = _tops(direction_logits, n_tokens)
     # Sorted, so that `searchsorted` gives each token its place among the texts.
     token_ids = sorted(set(tops.indices.flatten().tolist()))
-    components, labels = _components(trace, index, t)
+    components, labels = _components(trace, found.n_before, t)
     random_reads = drawn["random"].to(components) @ components.mT
     statistics = [_statistics(logits, next_token) for logits in control_logits]
     return Decoded(
         gains=found.gains,
-        groups=_groups(found.gains),
+        groups=found.groups,
         tokens=torch.searchsorted(torch.tensor(token_ids), tops.indices.cpu()),
         logits=tops.values,
         kurtosis=_kurtosis(direction_logits),
         next_token_rank=_ranks(direction_logits, next_token),
         control_kurtosis=_padded([kurtosis for kurtosis, _ in statistics]),
         control_next_token_rank=_padded([rank for _, rank in statistics]),
-        reads=found.read.mT.to(components) @ components.mT,
+        reads=found.read.to(components) @ components.mT,
         control_reads=random_reads.square().mean(0).sqrt(),
         components=labels,
         ways=later.ways,
         texts=_texts(trace, token_ids),
         token_ids=tuple(token_ids),
-        layer=index,
+        layer=found.layer,
         position=t,
         provenance={
             **found.provenance,
@@ -286,11 +308,87 @@ def decode(
     )
 
 
+class _Found(NamedTuple):
+    """What is decoded.
+
+    Attributes:
+        write: whose tokens are listed, before block `first_layer`.
+        read: whose products with the first `n_before` blocks' components are taken.
+        span: of `write`, orthonormal columns.
+        gains, groups, layer, provenance: see `Decoded`.
+    """
+
+    write: Float[Tensor, "k d"]
+    read: Float[Tensor, "k d"]
+    span: Float[Tensor, "d m"]
+    first_layer: int
+    n_before: int
+    gains: Float[Tensor, " k"]
+    groups: Int[Tensor, " k"]
+    layer: int
+    provenance: dict[str, Any]
+
+    @classmethod
+    def from_block(cls, trace: Trace, layer: int, k: int, position: int) -> "_Found":
+        found = block_directions(trace, trace.layer_index(layer), k, position)
+        return cls(
+            found.write.mT,
+            found.read.mT,
+            found.write,
+            found.layer + 1,
+            found.layer,
+            found.gains,
+            _groups(found.gains),
+            found.layer,
+            found.provenance,
+        )
+
+    @classmethod
+    def from_directions(
+        cls,
+        trace: Trace,
+        directions: Directions,
+        k: int | None,
+        position: int,
+        lens: JacobianLens | None,
+    ) -> "_Found":
+        directions.check_fits(trace.model)
+        n = len(directions)
+        if k is not None and k > n:
+            raise ValueError(
+                f"`k` must be at most {n}, the number of directions, got {k}"
+            )
+        vectors = directions.vectors[:k].to(trace.residual)
+        is_written = directions.side == "write"
+        depth = directions.layer + is_written
+        if lens is not None and not depth:
+            raise ValueError(
+                "a lens starts behind a block: it has nothing for what block 0 reads, "
+                "leave `lens` out"
+            )
+        J = block_jacobian(trace, directions.layer, position=position)
+        return cls(
+            vectors,
+            vectors,
+            torch.linalg.qr(vectors.mT).Q,
+            depth,
+            depth,
+            (vectors.to(J) @ (J if is_written else J.mT)).norm(dim=1),
+            torch.arange(len(vectors)),
+            directions.layer,
+            {
+                **trace.provenance,
+                **own_facts(directions.provenance),
+                "hook_point": directions.hook_point,
+            },
+        )
+
+
 class _Later(NamedTuple):
-    """The ways from a direction behind a block to the logits of one token."""
+    """The ways from a direction before a block to the logits of one token."""
 
     trace: Trace
-    layer: int
+    first_layer: int
     position: int
     lens: JacobianLens | None
 
@@ -302,15 +400,16 @@ class _Later(NamedTuple):
     def read_out(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n_ways n v"]:
         """Return the logits of each direction, by each way."""
         trace, t = self.trace, self.position
-        # On the way the direction passes the blocks behind its own.
-        arrived = carry_to_end(trace, vectors, self.layer + 1, t)
+        # On the way the direction passes the blocks behind it.
+        arrived = carry_to_end(trace, vectors, self.first_layer, t)
         logits_by_way = [
             _unembedded(trace, vectors),
             change_of_logits(trace, vectors, t),
             change_of_logits(trace, arrived, t),
         ]
         if self.lens is not None:
-            transported = self.lens.transport(vectors, self.layer)
+            # A lens counts the blocks that a direction is behind.
+            transported = self.lens.transport(vectors, self.first_layer - 1)
             logits_by_way.append(change_of_logits(trace, transported, t))
         return torch.stack([logits.float() for logits in logits_by_way])
 

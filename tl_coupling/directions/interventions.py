@@ -32,6 +32,8 @@ _LENGTH_TOLERANCE = 1e-3
 # In units of rounding, how far from 1 the length of a vector is that was normalised:
 # it stays as it is, so that what is loaded is what was saved.
 _ROUNDING = 8
+# What a provenance says of directions of one's own: that they are, and their name.
+_OWN = ("own", "directions")
 
 
 def hook_point(layer: int, side: Side) -> str:
@@ -116,8 +118,8 @@ class Directions(Saved):
         """Return directions of one's own: rows of an SAE's decoder, probes, singular
         vectors of weights.
 
-        They are taken by `steer`, with the controls that it has for all others, and by
-        any model of their width. `name` is what results call their origin.
+        They are taken by `decode` and `steer`, with the controls that these have for
+        all others, and by any model of their width. `name` is what results call them.
 
         Raises as the class.
 
@@ -127,7 +129,9 @@ class Directions(Saved):
             >>> tlc.directions.Directions.of(probes, layer=1, name="probes")
             Directions('probes', 2 write directions at blocks.1.hook_resid_post)
         """
-        return cls(vectors, layer, side, {"model": name})
+        return cls(
+            vectors, layer, side, {"model": name, "own": True, "directions": name}
+        )
 
     @property
     def hook_point(self) -> str:
@@ -207,6 +211,13 @@ def directions_of(
     found = block_directions(trace, layer, k, position)
     columns = found.read if side == "read" else found.write
     return Directions(columns.mT, found.layer, side, found.provenance)
+
+
+def own_facts(provenance: dict[str, Any]) -> dict[str, Any]:
+    """Return what results say of directions of one's own, which name no model; nothing
+    for those that were found in one.
+    """
+    return {name: provenance[name] for name in _OWN if name in provenance}
 
 
 def check_takes_hooks(model: nn.Module) -> None:

@@ -21,7 +21,11 @@ from tl_coupling.directions.effects import (
     log_probabilities,
     rows_at_once,
 )
-from tl_coupling.directions.interventions import Directions, steering_hooks
+from tl_coupling.directions.interventions import (
+    Directions,
+    own_facts,
+    steering_hooks,
+)
 from tl_coupling.directions.onward import Onward
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_jacobians
@@ -202,8 +206,9 @@ def steer(
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
         prompts: texts, or `Prompt` objects.
-        directions: at their hook point they are added; `directions_of` makes them. Of
-            the prompt that they were found on nothing is assumed.
+        directions: at their hook point they are added; `directions_of` makes them, and
+            `Directions.of` takes any. Of the prompt that they were found on nothing is
+            assumed.
         scales: ε.
         position: the token that is moved and whose prediction is read; the last by
             default.
@@ -245,6 +250,9 @@ def steer(
         _steered(model, place, vectors, directions, scales)
         for place in with_progress(places, progress, "steering")
     ]
+    provenance = directions.provenance
+    if own := own_facts(provenance):
+        provenance = different.provenance | own
     return Steering(
         kl=torch.stack([prompt_effects.kl for prompt_effects in steered], -1),
         surprise=torch.stack(
@@ -266,7 +274,7 @@ def steer(
         scales=tuple(scales),
         prompts=tuple(prompt.id for prompt in named_prompts),
         provenance={
-            **directions.provenance,
+            **provenance,
             "hook_point": directions.hook_point,
             "position": position,
             "n_draws": n_draws,

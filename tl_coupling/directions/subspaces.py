@@ -1,7 +1,7 @@
 """The subspaces that blocks share, and the ones to compare them with."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from tl_coupling.directions.interventions import (
     check_dimensions,
     check_layers_differ,
     check_takes_hooks,
+    own_facts,
     removal_hooks,
 )
 from tl_coupling.directions.projections import Projection
@@ -37,6 +38,9 @@ Weights = Literal["equal", "coupling"]
 SIDES: tuple[Side, ...] = ("read", "write")
 # Principal directions of activations that the controls are drawn in.
 _MOST_OF_SPAN = 50
+# Columns of a basis in float32 are orthonormal to this, and independent above that.
+_ORTHONORMAL = 1e-5
+_INDEPENDENT = 1e-5
 
 
 @made_by("directions.shared_subspace(traces)")
@@ -68,9 +72,12 @@ class Subspace(Saved):
         gains: root mean square gain of the shared, the unshared and the low-gain
             directions, `[side layer 3]`.
         layers: the blocks.
-        k: how many singular vectors of each block counted.
+        k: how many singular vectors of each block counted; 0 of one's own subspace,
+            `Subspace.of`, which has no eigenvalues or cosines (NaN).
         provenance: what all prompts have in common, their texts and the remarks on
             any of them; JSON-able.
+        side: of one's own subspace: where it is removed by default. None of what was
+            found: that has both sides.
 
     Example:
         >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
@@ -96,6 +103,7 @@ class Subspace(Saved):
     layers: tuple[int, ...]
     k: int
     provenance: dict[str, Any]
+    side: Side | None = None
     DIMS: ClassVar = {
         "bases": "side d_model direction",
         "eigenvalues": "side direction",
@@ -109,6 +117,77 @@ class Subspace(Saved):
         "gains": "side layer group",
         "layers": "layer",
     }
+
+    @classmethod
+    def of(
+        cls,
+        basis: Float[Tensor, "d_model rank"],
+        layer: int | Sequence[int],
+        side: Side = "write",
+        *,
+        traces: SeveralTraces = (),
+        name: str | None = None,
+    ) -> "Subspace":
+        r"""Return a subspace of one's own: the span of probes, of a concept, of rows of
+        an SAE's decoder.
+
+        It is taken by `ablate`, with the controls that it has for all others, and has
+        the same hooks.
+
+        Args:
+            basis: directions in the stream, as columns. Those that are not orthonormal
+                are replaced by an orthonormal basis of their span.
+            layer: the block, or blocks, at which it is removed, counted from 0.
+            side: where: from what blocks read, or from what they write.
+            traces: prompts of the model, from whose streams and Jacobians the mean μ of
+                the read side and the controls are taken. Without them μ is 0, and
+                `ablate` takes the controls from its own prompts.
+            name: what results call it.
+
+        Raises:
+            ValueError: no or negative layers, or one twice; more directions than
+                `d_model`; directions that are not finite or not independent; `traces`
+                of a model that it does not fit.
+
+        Cost: none; with `traces` that of `shared_subspace`.
+
+        Example:
+            >>> probes = torch.randn(32, 2)
+            >>> mine = tlc.directions.Subspace.of(probes, layer=[0, 1], name="probes")
+            >>> mine
+            Subspace('probes', rank 2, own, removed from what layers 0, 1 write)
+            >>> result = tlc.directions.ablate(model, ["w1 w2 w3 w4"], mine, n_draws=2)
+            >>> result.kinds[0], len(set(result.kinds))
+            ('shared', 7)
+        """
+        layers = (layer,) if isinstance(layer, int) else tuple(layer)
+        if not layers or min(layers) < 0:
+            raise ValueError(
+                f"`layer` must name layers, counted from 0, got {list(layers)}"
+            )
+        check_layers_differ(layers)
+        basis = _orthonormal(basis)
+        d, rank = basis.shape
+        n_layers = len(layers)
+        unknown = torch.full((2, rank), torch.nan)
+        nothing = torch.zeros(2, n_layers, d, 0)
+        own = cls(
+            bases=torch.stack([basis, basis]),
+            eigenvalues=unknown,
+            null_eigenvalues=torch.zeros(2, 0, rank),
+            cosines=unknown,
+            null_cosines=torch.zeros(0, rank),
+            span=nothing,
+            mean=torch.zeros(n_layers, d),
+            unshared=nothing,
+            low_gain=nothing,
+            gains=torch.full((2, n_layers, 3), torch.nan),
+            layers=layers,
+            k=0,
+            provenance={"model": name, "own": True, "directions": name},
+            side=side,
+        )
+        return own.with_controls(traces) if traces else own
 
     @property
     def read(self) -> Float[Tensor, "d_model rank"]:
@@ -125,12 +204,18 @@ class Subspace(Saved):
         """How many directions each side has."""
         return self.bases.shape[2]
 
+    @property
+    def default_side(self) -> Side:
+        """Where it is removed unless a call says otherwise."""
+        return self.side or "write"
+
     @checked
-    def hooks(self, model: nn.Module, side: Side = "write") -> list[Hook]:
+    def hooks(self, model: nn.Module, side: Side | None = None) -> list[Hook]:
         """Return hooks that remove the subspace at every layer, as `ablate` does.
 
-        For `model.hooks(fwd_hooks=…)`. Raises ValueError for a model with other
-        weights, of another width, without one of the layers or without hooks.
+        From what blocks write by default, or from the side of one's own subspace. For
+        `model.hooks(fwd_hooks=…)`. Raises ValueError for a model with other weights, of
+        another width, without one of the layers or without hooks.
 
         Example:
             >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
@@ -138,9 +223,29 @@ class Subspace(Saved):
             ...     logits = model(trace.tokens[None])
         """
         self.check_fits(model)
+        side = side or self.default_side
         basis = self.bases[SIDES.index(side)]
         bases = dict.fromkeys(self.layers, basis)
         return removal_hooks(self._projection(bases, side), self.layers, side)
+
+    def with_controls(
+        self, traces: SeveralTraces, *, keep_mean: bool = False
+    ) -> "Subspace":
+        """Return the subspace with what controls are drawn from, taken from prompts,
+        and with their mean stream unless `keep_mean`.
+        """
+        # Of the Jacobians only the energies are read, which no k cuts.
+        sums = _sums_over(traces, self.layers, k=1)
+        material = _Material.from_sums(sums, self.bases)
+        return replace(
+            self,
+            span=material.span.float(),
+            mean=self.mean if keep_mean else material.mean.float(),
+            unshared=material.unshared.float(),
+            low_gain=material.low_gain.float(),
+            gains=material.gains.float(),
+            provenance=sums.prompts.provenance | own_facts(self.provenance),
+        )
 
     def check_fits(self, model: nn.Module) -> None:
         """Raise ValueError for a model that this cannot be a subspace of."""
@@ -153,6 +258,11 @@ class Subspace(Saved):
         return Projection(bases, means if side == "read" else {})
 
     def _summary(self) -> str:
+        if self.side is not None:
+            layers = ", ".join(map(str, self.layers))
+            return (
+                f"rank {self.rank}, own, removed from what layers {layers} {self.side}"
+            )
         shares = ", ".join(
             f"{side} {float(values[0]):.2f} (random {float(null[:, 0].mean()):.2f})"
             for side, values, null in zip(
@@ -212,14 +322,8 @@ def shared_subspace(
         >>> torch.allclose(subspace.write.mT @ subspace.write, torch.eye(3), atol=1e-5)
         True
     """
-    sums: _Sums | None = None
-    for item in with_progress(traces, progress, "prompts"):
-        traced = as_trace(item)
-        if sums is None:
-            sums = _Sums.empty(traced, layers)
-        sums.add(traced, k, position, weights)
-    if sums is None:
-        raise ValueError("`traces` is empty: wanted at least one traced prompt")
+    traces = with_progress(traces, progress, "prompts")
+    sums = _sums_over(traces, layers, k, position, weights)
     d = sums.d_model
     if rank > d:
         raise ValueError(f"`rank` must be at most d_model = {d}, got {rank}")
@@ -257,6 +361,35 @@ def shared_subspace(
             "seed": seed,
         },
     )
+
+
+def _orthonormal(basis: Float[Tensor, "d rank"]) -> Float[Tensor, "d rank"]:
+    """Return an orthonormal basis of the span of columns: these, where they are one."""
+    d, rank = basis.shape
+    if not 1 <= rank <= d:
+        raise ValueError(
+            "`basis` must have directions as columns, at most as many as they are long, "
+            f"got shape {[d, rank]}: transpose it where they are rows"
+        )
+    columns = basis.detach().double().cpu()
+    lengths = columns.norm(dim=0)
+    if not bool(lengths.isfinite().all()) or not bool((lengths > 0).all()):
+        raise ValueError(
+            "`basis` must be finite and not 0, got lengths from "
+            f"{float(lengths.min()):g} to {float(lengths.max()):g}"
+        )
+    smallest = float(torch.linalg.svdvals(columns / lengths)[-1])
+    if smallest < _INDEPENDENT:
+        raise ValueError(
+            f"`basis` must have independent columns, got {rank} of which one is in the "
+            f"span of the others to {smallest:.1g}: leave it out"
+        )
+    gram = columns.mT @ columns
+    identity = torch.eye(rank).double()
+    if not torch.allclose(gram, identity, rtol=0, atol=_ORTHONORMAL):
+        # The first columns span what the first directions do.
+        columns = torch.linalg.qr(columns).Q
+    return columns.float()
 
 
 class _Shared(NamedTuple):
@@ -349,6 +482,24 @@ class _Sums:
                     "branches write is not in the stream as it is: a subspace cannot be "
                     "removed from it by a hook"
                 )
+
+
+def _sums_over(
+    traces: Iterable[object],
+    layers: Sequence[int] | None,
+    k: int,
+    position: int = -1,
+    weights: Weights = "equal",
+) -> _Sums:
+    sums: _Sums | None = None
+    for item in traces:
+        traced = as_trace(item)
+        if sums is None:
+            sums = _Sums.empty(traced, layers)
+        sums.add(traced, k, position, weights)
+    if sums is None:
+        raise ValueError("`traces` is empty: wanted at least one traced prompt")
+    return sums
 
 
 def _weights_of(decomposed: Decomposed, weights: Weights) -> Float[Tensor, " n_layers"]:

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from tl_coupling.arguments import checked
 from tl_coupling.directions import Ablation, Steering, Subspace
 from tl_coupling.plots import labels
-from tl_coupling.results import CONTROLS, RANDOM_FRAMES
+from tl_coupling.results import CONTROLS, OWN_CONTROLS, RANDOM_FRAMES
 
 if TYPE_CHECKING:
     import pandas
@@ -72,7 +72,7 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
     ax.plot(own["scale"], own["predicted_kl"], label="predicted", **dashed)
     for kind, kind_rows in table.groupby("kind", sort=False):
         look = labels.marked(_COLORS[str(kind)])
-        name = CONTROLS[str(kind)]
+        name = _names(result)[str(kind)]
         ax.plot(kind_rows["scale"], kind_rows["kl"], label=name, **look)
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(result.scales, [f"{scale:g}" for scale in result.scales])
@@ -86,7 +86,7 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         ax, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small"
     )
     if differences is not None:
-        _draw_differences(differences, controls)
+        _draw_differences(differences, controls, _names(result)["direction"])
     subject = f"What steering does · {n_prompts} prompt{'s' * (n_prompts > 1)}"
     title = _heading(subject, result.provenance)
     drawn = None if differences is None else ax.get_figure(root=True)
@@ -94,8 +94,8 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_differences(ax: Axes, controls: "pandas.DataFrame") -> None:
-    """Draw KL of the singular vectors minus that of each control, with intervals."""
+def _draw_differences(ax: Axes, controls: "pandas.DataFrame", name: str) -> None:
+    """Draw KL of the directions minus that of each control, with intervals."""
     scales = sorted(controls["scale"].unique())
     groups = list(controls.groupby("kind", sort=False))
     # Controls stand side by side at each scale.
@@ -118,7 +118,7 @@ def _draw_differences(ax: Axes, controls: "pandas.DataFrame") -> None:
     ax.minorticks_off()
     ax.set_ylim(-1.5 * largest, 1.5 * largest)
     ax.set_xticks(range(len(scales)), [f"{scale:g}" for scale in scales])
-    ax.set(xlabel="ε", ylabel="KL, singular vectors\nminus control [95 %]")
+    ax.set(xlabel="ε", ylabel=f"KL, {name}\nminus control [95 %]")
 
 
 @checked
@@ -167,7 +167,7 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
             annotation_clip=False,
         )
     ax.axvline(0, color="0.8", linewidth=0.8, zorder=0)
-    names = [fill(CONTROLS[kind], _LONGEST_NAME) for kind in table["kind"]]
+    names = [fill(_names(result)[kind], _LONGEST_NAME) for kind in table["kind"]]
     ax.set_yticks(range(len(table)), names)
     # The first row of the table stands on top.
     ax.invert_yaxis()
@@ -193,12 +193,19 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
 
     Returns the Axes; its lines are what is read and what is written.
 
+    Raises ValueError for one's own subspace, which no blocks were asked for.
+
     Example:
         >>> subspace = tlc.directions.shared_subspace([trace], rank=3, k=4)
         >>> ax = tlc.plots.plot_subspace(subspace)
         >>> [line.get_label() for line in ax.lines]
         ['written', 'read']
     """
+    if result.side is not None:
+        raise ValueError(
+            "a subspace of one's own has no eigenvalues to draw: `shared_subspace` finds "
+            "what blocks share, `plot_ablation` draws what `ablate` returns"
+        )
     ax = ax or labels.new_figure(6.4, 4.4).subplots()
     places = np.arange(1, result.rank + 1)
     # The band is of both sides and all draws together: random frames know no side.
@@ -221,6 +228,11 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
     heading = [_heading(subject, result.provenance), *_stability(result)]
     labels.finish_lines(ax, "\n".join(heading))
     return ax
+
+
+def _names(result: Ablation | Steering) -> dict[str, str]:
+    """Return the names of the directions and of their controls."""
+    return OWN_CONTROLS if result.provenance.get("own") else CONTROLS
 
 
 def _stability(result: Subspace) -> list[str]:

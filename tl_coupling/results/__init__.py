@@ -5,6 +5,7 @@ names of controls and nulls.
 
 from tl_coupling.results.names import (
     CONTROLS,
+    OWN_CONTROLS,
     RANDOM_AXES,
     RANDOM_BASES,
     RANDOM_FRAMES,

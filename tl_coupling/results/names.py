@@ -14,6 +14,12 @@ CONTROLS = {
     "unshared": "not shared, of the same gain",
     "low_gain": "of small gain",
 }
+# The same of directions and of a subspace of one's own.
+OWN_CONTROLS = CONTROLS | {
+    "direction": "own directions",
+    "shared": "own subspace",
+    "unshared": "outside it, of the same gain",
+}
 # What results would be if nothing were coupled, by what is drawn at random.
 RANDOM_SUBSPACES = "random subspaces"
 RANDOM_BASES = "random bases, same singular values"
