@@ -119,6 +119,59 @@ def test_nulls_are_those_of_random_matrices_of_the_same_spectra():
     assert result.null(2, "write_overlap") == result.null(2, "read_overlap")
 
 
+@pytest.mark.parametrize("measure", ["coupling", "write_overlap"])
+def test_intervals_of_the_null_hold_means_of_random_bases(measure):
+    """Matrices of random bases, made anew: their means lie in the interval."""
+    rng = np.random.default_rng(0)
+    n, d, k = 4, 16, 3
+    spectra = np.sort(rng.random((2, n, d)) + 0.1)[..., ::-1].copy()
+
+    def random_result() -> tuple[PromptCoupling, np.ndarray]:
+        bases = np.linalg.qr(rng.standard_normal((2, 2, n, d, d)))[0]
+        U, V = bases
+        J = (U * spectra[..., None, :]) @ V.swapaxes(-1, -2)
+        top = {"U": U[..., :k].swapaxes(-1, -2), "V": V[..., :k]}
+        tensors = {
+            "matrices": top["U"][:, None] @ J[:, :, None] @ top["V"][:, None],
+            "write_cosines": top["U"][:, :, None] @ U[:, None, ..., :k],
+            "read_cosines": V[..., :k].swapaxes(-1, -2)[:, :, None] @ top["V"][:, None],
+            "singular_values": spectra[..., :k].copy(),
+            "frobenius_norms": np.linalg.norm(J, axis=(-2, -1)),
+        }
+        means = np.array(
+            [
+                np.mean(
+                    [
+                        numpy_pair(J[layer, p], J[layer, q], k)[measure]
+                        for p in range(n)
+                        for q in range(n)
+                        if p != q
+                    ]
+                )
+                for layer in range(2)
+            ]
+        )
+        result = PromptCoupling(
+            **{name: torch.from_numpy(values) for name, values in tensors.items()},
+            d_model=d,
+            layers=(0, 1),
+            prompts=tuple("abcd"),
+            positions=(0,) * n,
+            provenance={},
+        )
+        return result, means
+
+    result, _ = random_result()
+    low, high = result.null_interval_by_layer(measure=measure, n_draws=400).T.numpy()
+    means = np.stack([random_result()[1] for _ in range(200)])
+    inside = ((low < means) & (means < high)).mean(0)
+    assert (inside > 0.92).all(), inside
+    widths = np.diff(np.quantile(means, (0.025, 0.975), axis=0), axis=0)[0]
+    assert (high - low < 3 * widths).all()
+    by_default = result.null_interval_by_layer(measure=measure).numpy()
+    np.testing.assert_allclose(by_default.mean(1), (low + high) / 2, rtol=0.1)
+
+
 def test_a_saved_result_says_all(result, tmp_path):
     loaded = PromptCoupling.load(result.save(tmp_path / "prompts.nc"))
     assert loaded.prompts == tuple(PROMPTS) == tuple(loaded.provenance["prompts"])

@@ -450,6 +450,37 @@ def test_an_interval_of_the_null_holds_what_is_drawn(deep):
     assert widths[1] < 0.8
 
 
+def test_intervals_by_distance_hold_profiles_of_unrelated_layers():
+    """Layers with Haar-random vectors, whose matrices are made anew; the interval of
+    each distance is that of the profile, or wider.
+    """
+    k, d, layers = 3, 24, (0, 1, 2, 4, 5)
+    rng = np.random.default_rng(2)
+    spectrum = np.geomspace(1, 0.05, d)
+    profiles = []
+    for _ in range(400):
+        U, V = ([haar(d, rng) for _ in layers] for _ in range(2))
+        pair_values: dict[int, list[float]] = {}
+        for row, col in itertools.permutations(range(len(layers)), 2):
+            A = U[col][:, :k].T @ (U[row] * spectrum) @ V[row].T @ V[col][:, :k]
+            coupling = 1 - np.linalg.norm(A - np.diag(np.diag(A))) / np.linalg.norm(A)
+            distance = abs(layers[row] - layers[col])
+            pair_values.setdefault(distance, []).append(coupling)
+        profiles.append({d: np.mean(values) for d, values in pair_values.items()})
+    J = np.stack([(u * spectrum) @ v.T for u, v in zip(U, V, strict=True)])
+    result = tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k)
+    result = dataclasses.replace(result, row_layers=layers, col_layers=layers)
+    intervals = result.null_interval_by_distance(n_draws=1000)
+    assert intervals.isnan().all(1).tolist() == [True] + [False] * 5
+    for distance in range(1, 6):
+        low, high = intervals[distance].tolist()
+        drawn = np.array([profile[distance] for profile in profiles])
+        assert np.mean((low < drawn) & (drawn < high)) > 0.92
+        narrowest, widest = 0.9, 1.5
+        width = np.diff(np.quantile(drawn, (0.025, 0.975)))[0]
+        assert narrowest < (high - low) / width < widest
+
+
 @pytest.mark.parametrize(
     ("within", "measure"),
     [("space", "coupling"), ("space", "released_norm"), ("pairs", "coupling")],

@@ -155,6 +155,7 @@ def test_locality_draws_the_profiles_and_the_null():
         "first $",
         "second $",
         "random subspaces, 0.184",
+        "95 % of random",
     ]
     assert not any(text.get_parse_math() for text in ax.get_legend().get_texts())
     assert ax.get_ylim()[0] == 0
@@ -168,6 +169,20 @@ def test_locality_passes_over_distances_that_no_pair_has():
     np.testing.assert_array_equal(
         line.get_ydata(), result.locality_profile()[[1, 4, 5]]
     )
+
+
+def test_the_band_of_locality_holds_the_intervals_of_all_maps():
+    maps = {"first": random_map(), "shallower": random_map(layers=(0, 1, 2), seed=1)}
+    (band,) = plot_locality(maps, k=3).collections
+    intervals = [result.null_interval_by_distance(3) for result in maps.values()]
+    for distance in (1, 2, 3):
+        known = np.array([x[distance] for x in intervals if len(x) > distance])
+        path = band.get_paths()[0].vertices
+        ends = np.unique(path[path[:, 0] == distance, 1])
+        np.testing.assert_allclose(
+            ends[[0, -1]], [known[:, 0].min(), known[:, 1].max()]
+        )
+    assert len(known) == 1
 
 
 def test_locality_is_faded_where_few_pairs_carry_a_point():

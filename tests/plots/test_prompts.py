@@ -45,6 +45,13 @@ def test_lines_are_pairs_their_mean_and_the_null(measure):
     )
     np.testing.assert_allclose(null.get_ydata(), result.null_by_layer(2, measure))
     assert list(null.get_xdata()) == [4, 5]
+    (band,) = ax.collections
+    path = band.get_paths()[0].vertices
+    for layer, interval in zip(
+        (4, 5), result.null_interval_by_layer(2, measure), strict=True
+    ):
+        ends = np.unique(path[path[:, 0] == layer, 1])
+        np.testing.assert_allclose(ends[[0, -1]], interval)
     assert ax.get_title() == "Across 3 prompts · k = 2\ntiny"
     assert measure.partition("_")[0] in ax.get_ylabel()
 
@@ -53,7 +60,7 @@ def test_a_twin_is_drawn_beside_on_the_same_layers():
     twin = made_up(seed=1, untrained=True)
     ax = tlc.plots.plot_prompt_coupling(made_up(), untrained=twin)
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert legend == ["untrained", "trained", RANDOM_BASES]
+    assert legend == ["untrained", "trained", RANDOM_BASES, "95 % of random"]
     with pytest.raises(ValueError, match=r"layers of `result`, \[4, 5\], got \[0, 1\]"):
         tlc.plots.plot_prompt_coupling(made_up(), untrained=made_up(layers=(0, 1)))
 

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.comparisons.null_means import (
-    draws_in_space,
+    Connection,
     draws_in_spans,
     draws_needed,
+    draws_of_rows,
+    means_of_comparisons,
     means_of_draws,
     quantile_interval,
     rise_together,
@@ -261,22 +263,9 @@ class CouplingMap(Saved):
         n_draws = n_draws or draws_needed(different.shape[1], within)
         together = False
         if within == "space":
-            norms = self.frobenius_norms.cpu()
-            draws = draws_in_space(
-                named_measure,
-                k,
-                n_draws,
-                self.d_model,
-                S_1,
-                norms,
-                # In the whole space the null depends on J_1 alone: one column has them
-                # all.
-                nulls[:, 0].double(),
-                generator,
-            )
-            rows = list(zip(self.row_layers, self.row_positions, strict=True))
-            cols = list(zip(self.col_layers, self.col_positions, strict=True))
-            together = rise_together(rows, cols, different)
+            row_draws = self._draws_of_rows(named_measure, k, n_draws, nulls, generator)
+            draws = row_draws.nanmean(1, keepdim=True)
+            together = rise_together(*self._connections(), different)
         else:
             A = self.at(k).cpu().double()
             paired = within == "pairs"
@@ -298,6 +287,84 @@ class CouplingMap(Saved):
             # measured.
             means = (means * different.sum() + own_values.nansum()) / different.numel()
         return quantile_interval(means)
+
+    @checked
+    def null_interval_by_distance(
+        self,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
+        *,
+        n_draws: Count | None = None,
+        seed: Seed = 0,
+        **options: Any,
+    ) -> Float[Tensor, "n_distances 2"]:
+        """Return where 95 % of `locality_profile` would lie with random vectors.
+
+        The null "space" of `null_interval`, for distances 0, 1, … each by itself. Pairs
+        of one distance that are of different layers are independent: they join layers
+        `l`, `l + d`, `l + 2d`, …, and the frames along such a chain have independent
+        angles. Both orders of a pair are taken to rise and fall together. NaN for
+        distance 0, where nothing is left to chance, and where no pair is that far
+        apart.
+
+        Args:
+            n_draws: for each Jacobian, combined anew thousands of times; by default
+                those of `null_interval`.
+            k, measure, options: as in `null`.
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> low, high = result.null_interval_by_distance()[1]
+            >>> bool(low < result.null() < high)
+            True
+        """
+        k = self._k(k)
+        named_measure = measure_named(measure, **options)
+        nulls = self._nulls(k, measure, "space", options)
+        generator = seeded(seed)
+        n_draws = n_draws or draws_needed(nulls.shape[1], "space")
+        draws = self._draws_of_rows(named_measure, k, n_draws, nulls, generator)
+        distances = self._distances()
+        intervals = torch.full((int(distances.max()) + 1, 2), torch.nan).double()
+        for distance in distances[distances > 0].unique().tolist():
+            means = means_of_comparisons(
+                draws, *self._connections(), distances == distance, generator
+            )
+            intervals[distance] = torch.tensor(quantile_interval(means))
+        return intervals
+
+    def _draws_of_rows(
+        self,
+        measure: Measure,
+        k: int,
+        n_draws: int,
+        nulls: PerPair,
+        generator: torch.Generator,
+    ) -> Float[Tensor, "n n_rows"]:
+        """Return `draws_of_rows`, moved to the nulls of the pairs."""
+        return draws_of_rows(
+            measure,
+            k,
+            n_draws,
+            self.d_model,
+            self.singular_values.cpu().double(),
+            self.frobenius_norms.cpu(),
+            # In the whole space the null depends on J_1 alone: one column has them all.
+            nulls[:, 0].double(),
+            generator,
+        )
+
+    def _connections(self) -> tuple[list[Connection], list[Connection]]:
+        """Return the layers and positions of rows and columns."""
+        rows = list(zip(self.row_layers, self.row_positions, strict=True))
+        cols = list(zip(self.col_layers, self.col_positions, strict=True))
+        return rows, cols
+
+    def _distances(self) -> Int[Tensor, "n_rows n_cols"]:
+        """Return how many layers the two of each pair are apart."""
+        row_layers = torch.tensor(self.row_layers)
+        col_layers = torch.tensor(self.col_layers)
+        return (row_layers[:, None] - col_layers).abs()
 
     def _nulls(
         self, k: int, measure: AnyMeasure, null_kind: Null, options: Options
@@ -331,9 +398,7 @@ class CouplingMap(Saved):
         that far apart.
         """
         values = self.values(k, measure, **options)
-        row_layers = torch.tensor(self.row_layers)
-        col_layers = torch.tensor(self.col_layers)
-        distances = (row_layers[:, None] - col_layers).abs().to(values.device)
+        distances = self._distances().to(values.device)
         means = [
             # The mean over no pair is NaN.
             values[distances == distance].mean()

@@ -46,7 +46,7 @@ def draws_needed(n_cols: int, null_kind: Null) -> int:
     return max(_FEWEST_DRAWS[null_kind], _DRAWS_OF_ALL_COLUMNS // n_cols)
 
 
-def draws_in_space(
+def draws_of_rows(
     measure: Measure,
     k: int,
     n: int,
@@ -55,11 +55,11 @@ def draws_in_space(
     frobenius_norms: Float[Tensor, " n_rows"],
     nulls: Float[Tensor, " n_rows"],
     generator: torch.Generator,
-) -> Float[Tensor, "n 1"]:
-    """Draw the mean over the rows of what each has in one column; columns are alike.
+) -> Float[Tensor, "n n_rows"]:
+    """Draw what each row has in one column of random vectors, smallest first.
 
     What rows have in common is not known: sorted, their values rise and fall together,
-    so that the mean spreads most.
+    so that means over them spread most.
 
     Args:
         measure: of coupling.
@@ -84,7 +84,7 @@ def draws_in_space(
     values = torch.stack(drawn)
     # Moved to the closed form, which knows better where they lie: see above.
     values = values + (nulls - measure.root_mean_square(values))
-    return values.sort(0).values.nanmean(1, keepdim=True)
+    return values.sort(0).values
 
 
 def draws_in_spans(
@@ -141,6 +141,26 @@ def rise_together(
     # A column without a counted pair adds nothing to the mean.
     n_used_cols = int(is_counted.any(0).sum())
     return len(compared) < n_used_cols
+
+
+def means_of_comparisons(
+    draws: Float[Tensor, "n n_rows"],
+    rows: Sequence[Connection],
+    cols: Sequence[Connection],
+    is_counted: Bool[Tensor, "n_rows n_cols"],
+    generator: torch.Generator,
+) -> Float[Tensor, " n_means"]:
+    """Combine draws of the rows to means over counted pairs, thousands of times.
+
+    Comparisons are independent, and the two pairs of one rise and fall together, see
+    `rise_together`.
+    """
+    n_pairs = int(is_counted.sum())
+    parts: dict[frozenset[Connection], Tensor] = {}
+    for row, col in is_counted.nonzero().tolist():
+        comparison = frozenset((rows[row], cols[col]))
+        parts[comparison] = parts.get(comparison, 0) + draws[:, row] / n_pairs
+    return sums_of_draws(torch.stack(list(parts.values()), 1), generator)
 
 
 def means_of_draws(

@@ -138,7 +138,7 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
     # Grey entries of the legend stand for the dashed lines and bands of all branches.
     # The lines' own names begin with an underscore and stay out of it.
     ax.plot([], [], label="share of J", **labels.NULL_LINE)
-    ax.fill_between([], [], [], label="95 % of random", **labels.NULL_BAND)
+    labels.draw_null_band(ax, [], [], [])
     ax.axhline(0, color="0.8", linewidth=0.8, zorder=0)
     ax.set(xlabel="layer", ylabel="share of the diagonal of A, or of J")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))

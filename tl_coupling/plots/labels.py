@@ -355,6 +355,13 @@ def draw_null(line: Callable[..., object], nulls: ArrayLike | float) -> bool:
     return null is not None
 
 
+def draw_null_band(
+    ax: Axes, x: Sequence[int] | np.ndarray, low: ArrayLike, high: ArrayLike
+) -> None:
+    """Draw where 95 % of random results lie."""
+    ax.fill_between(x, low, high, label="95 % of random", **NULL_BAND)
+
+
 def mark_null(bar: Axes, null: float, *, is_upright: bool = True) -> None:
     """Draw a line across a colour bar that is seen on every colour."""
     line = bar.axhline if is_upright else bar.axvline

@@ -179,9 +179,10 @@ def plot_locality(
 
     There is one line for each result.
 
-    Shows how fast coupling fades with distance; the dashed line is what random
-    subspaces would give. A point is a mean over pairs, fewer the larger the distance is:
-    where it is of a tenth of the pairs that neighbours are, or fewer, it is faded.
+    Shows how fast coupling fades with distance. The dashed line is what random
+    subspaces would give, and in the grey band lie 95 % of their means. The band is wider
+    at larger distances, where a point is a mean over fewer pairs: where these are a
+    tenth of the pairs of neighbours, or fewer, it is faded.
     `results` are maps of kind "depth" by name, or one; k is by default what all of them
     hold.
 
@@ -210,15 +211,33 @@ def plot_locality(
             ax.plot(distance, profile[distance], label="_faded", alpha=0.3, **look)
         kept = distance[~is_faded]
         ax.plot(kept, profile[kept], label=name, **look)
-    # The null of this measure depends on k alone: one line for all maps.
+    # The null of this measure depends on k alone: one line for all maps. How far means
+    # spread depends on their spectra: the band holds that of every map.
     labels.draw_null(ax.axhline, random_subspace_null(k))
+    distance, low, high = _null_band(list(maps.values()), k)
+    labels.draw_null_band(ax, distance, low, high)
     ax.set(
         ylim=(0, None),
         xlabel="distance |l − l′| in layers",
         ylabel=f"mean {labels.measure_label('coupling', k)}",
     )
-    labels.finish_lines(ax, labels.map_heading(list(maps.values()), k))
+    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+    labels.finish_lines(ax, labels.map_heading(list(maps.values()), k), **below)
     return ax
+
+
+def _null_band(
+    maps: Sequence[CouplingMap], k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return distances, and the ends of a band that holds the intervals of all maps."""
+    intervals = [result.null_interval_by_distance(k).numpy() for result in maps]
+    ends = np.full((len(maps), max(map(len, intervals)), 2), np.nan)
+    for place, interval in enumerate(intervals):
+        ends[place, : len(interval)] = interval
+    # Distance 0, and those that no map has, are NaN in all.
+    distance = np.flatnonzero(np.isfinite(ends[..., 0]).any(0))
+    low, high = np.nanmin(ends[:, distance, 0], 0), np.nanmax(ends[:, distance, 1], 0)
+    return distance, low, high
 
 
 def _pairs_at(result: CouplingMap, distance: np.ndarray | int) -> np.ndarray:

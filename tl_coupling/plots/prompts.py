@@ -29,9 +29,10 @@ def plot_prompt_coupling(
     """Draw by layer how far every two prompts share a layer's axes.
 
     Read off whether the axes are the model's (near 1) or the prompt's (near the dashed
-    null, random bases with the same singular values). Thin lines are pairs of prompts,
-    the thick line is their mean. What lies above the untrained twin, in vermilion,
-    was learnt: two Jacobians of one random block are alike to some degree, too.
+    null, random bases with the same singular values; in the grey band lie 95 % of the
+    means that they give). Thin lines are pairs of prompts, the thick line is their
+    mean. What lies above the untrained twin, in vermilion, was learnt: two Jacobians of
+    one random block are alike to some degree, too.
 
     Args:
         result: of at least two prompts.
@@ -61,6 +62,8 @@ def plot_prompt_coupling(
     # Layers have different nulls: random bases get the singular values of the layer.
     nulls = result.null_by_layer(k, measure).numpy()
     ax.plot(result.layers, nulls, label=RANDOM_BASES, **labels.NULL_LINE)
+    intervals = result.null_interval_by_layer(k, measure).numpy()
+    labels.draw_null_band(ax, result.layers, *intervals.T)
     ax.set_xlabel("layer")
     ax.set_ylabel(_label(measure))
     ax.set_ylim(bottom=0)

@@ -54,10 +54,11 @@ def test_changes_and_overlaps_are_drawn(
         means, change.sel(precision=["int8", "nf4"]).values.ravel()
     )
     assert [tick.get_text() for tick in coupling.get_xticklabels()] == ["4", "8"]
-    of_layers = data["left_overlap"].sel(precision="nf4", k=8).mean("prompt")
-    assert any(np.array_equal(line.get_ydata(), of_layers) for line in overlap.lines)
-    assert "k = 8" in overlap.get_ylabel()
-    assert "random subspaces, 0.250" in [
+    lost = 1 - data["left_overlap"].sel(precision="nf4", k=8).mean("prompt")
+    assert any(np.allclose(line.get_ydata(), lost) for line in overlap.lines)
+    assert overlap.get_yscale() == "log"
+    assert overlap.get_ylabel() == "1 − overlap of subspaces (k = 8)"
+    assert "random subspaces, 0.750" in [
         text.get_text() for text in overlap.get_legend().get_texts()
     ]
     assert [line.get_label() for line in gains.lines] == ["int8", "nf4"]

@@ -39,10 +39,10 @@ def plot_precision(
         fig: the figure to draw in; a new one by default.
 
     Returns the Figure, with Axes of the change in mean coupling against k, of the
-    relative change in line-shape score and expodistance, of the overlap of subspaces
-    against the layer (left solid, right dashed; the dashed grey line is that of random
-    subspaces), and of the relative change in the largest singular value against the
-    layer.
+    relative change in line-shape score and expodistance, of what subspaces lose of
+    their overlap, 1 for the same ones, against the layer (left solid, right dashed; the
+    dashed grey line is that of random subspaces), and of the relative change in the
+    largest singular value against the layer.
 
     Raises:
         ValueError: a k that was not measured, or one precision alone.
@@ -89,7 +89,7 @@ def plot_precision(
         shapes.xaxis, list(_SHAPES.values()), len(_SHAPES), fontsize="x-small"
     )
     # Random k-dimensional subspaces of R^d overlap by k/d in the mean.
-    _label_overlap(overlap, k, null=k / data.attrs["d_model"])
+    _label_overlap(overlap, k, null=1 - k / data.attrs["d_model"])
     gains.set(xlabel="layer", ylabel="largest σ, |change| (%)", yscale="log")
     for ax in (overlap, gains):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -125,15 +125,18 @@ def _relative_changes(
 
 
 def _draw_overlap(ax: Axes, rounded: "xarray.Dataset", color: str) -> None:
-    """Draw by layer how far subspaces agree: left solid, right dashed."""
+    """Draw by layer what subspaces lose of their overlap: left solid, right dashed."""
     for side, line_style in (("left", "-"), ("right", "--")):
-        mean = rounded[f"{side}_overlap"].mean("prompt")
-        ax.plot(mean["layer"], mean, line_style, color=color, label=f"_{side}")
+        lost = 1 - rounded[f"{side}_overlap"].mean("prompt")
+        ax.plot(lost["layer"], lost, line_style, color=color, label=f"_{side}")
 
 
 def _label_overlap(ax: Axes, k: int, null: float) -> None:
     ax.axhline(null, **labels.NULL_LINE, label=f"{RANDOM_SUBSPACES}, {null:.3f}")
-    ax.set(xlabel="layer", ylabel=f"overlap of subspaces (k = {k})", ylim=(0, 1.02))
+    # Rounding changes overlaps by less than is seen below 1: what is lost is seen on a
+    # logarithmic axis.
+    ax.set_yscale("log", nonpositive="mask")
+    ax.set(xlabel="layer", ylabel=f"1 − overlap of subspaces (k = {k})")
     # Grey entries of the legend explain line styles; colours are those of the
     # precisions.
     ax.plot([], [], "-", color="0.3", label="left singular vectors")
