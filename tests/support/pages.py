@@ -53,6 +53,7 @@ PAGES = [
         *(
             "how-to/large-models",
             "how-to/long-prompts",
+            "how-to/saes",
             "how-to/vision",
             "how-to/statistics",
             "findings",
