@@ -466,3 +466,94 @@ def test_the_table_of_a_mean_has_its_spread(mean: MeanCouplingMap) -> None:
     assert values == pytest.approx(mean.coupling(3).numpy())
     assert spreads == pytest.approx(mean.spread(3).numpy(), nan_ok=True)
     assert set(table["n_prompts"]) == {mean.n_prompts}
+
+
+@pytest.mark.parametrize("position", ["all", [3, 1, -1], range(1, 6)])
+def test_a_mean_over_tokens_is_that_of_one_call_for_each(model, position) -> None:
+    """By numpy, over maps that were measured one by one."""
+    trace = tlc.trace(model, PROMPTS[2])
+    mean = tlc.depth_coupling(trace, K, position)
+    positions = range(trace.n_pos) if position == "all" else list(position)
+    maps = [tlc.depth_coupling(trace, K, t) for t in positions]
+    for k in (1, 3, K):
+        values = np.stack([of_token.coupling(k).numpy() for of_token in maps])
+        np.testing.assert_allclose(mean.coupling(k), values.mean(0), atol=1e-6)
+        np.testing.assert_allclose(
+            mean.spread(k), values.std(0, ddof=1), atol=1e-6, rtol=1e-4
+        )
+        of_tokens = [of_token.mean(k) for of_token in maps]
+        np.testing.assert_allclose(mean.by_map(k), of_tokens, atol=1e-6)
+        assert mean.mean(k) == pytest.approx(np.mean(of_tokens), abs=1e-6)
+    assert mean.provenance["positions"] == [t % trace.n_pos for t in positions]
+    assert mean.provenance["prompt"] == PROMPTS[2]
+    # Tokens of one prompt are not independent.
+    assert mean.n_prompts == 1
+    assert all(map(math.isnan, mean.interval(3)))
+
+
+def test_prompts_count_once_each_with_the_mean_over_their_tokens(
+    model, tmp_path: Path
+) -> None:
+    traces = [tlc.trace(model, prompt) for prompt in PROMPTS]
+    mean = tlc.mean_depth_coupling(traces, K, position="all")
+    of_prompts = []
+    for trace in traces:
+        maps = [tlc.depth_coupling(trace, K, t) for t in range(trace.n_pos)]
+        of_prompts.append(np.mean([of_token.mean(3) for of_token in maps]))
+    np.testing.assert_allclose(mean.by_map(3), of_prompts, atol=1e-6)
+    assert mean.n_prompts == len(PROMPTS)
+    expected = stats.t.interval(
+        0.95, len(PROMPTS) - 1, np.mean(of_prompts), stats.sem(of_prompts)
+    )
+    assert mean.interval(3) == pytest.approx(expected, rel=1e-4)
+    paths = [
+        tlc.depth_coupling(trace, K, "all").save(tmp_path / f"{i}.nc")
+        for i, trace in enumerate(traces)
+    ]
+    saved = tlc.mean_of_maps(map(tlc.CouplingMap.load, paths))
+    assert torch.equal(saved.coupling(), mean.coupling())
+    # Maps of one token are not means over all.
+    last = tlc.depth_coupling(traces[0], K)
+    with pytest.raises(ValueError, match="the same is_mean_over_tokens"):
+        tlc.mean_of_maps([last, tlc.CouplingMap.load(paths[1])])
+
+
+def test_a_mean_over_tokens_says_so_and_is_compared(model) -> None:
+    traces = [tlc.trace(model, prompt) for prompt in PROMPTS[:2]]
+    means = [tlc.depth_coupling(trace, K, position="all") for trace in traces]
+    ax = tlc.plot_coupling(means[0], k=3)
+    assert "mean over 4 tokens" in ax.get_title() + ax.figure.get_suptitle()
+    assert "token 3" not in ax.get_title()
+    ax = tlc.plots.plot_spread(means[0], k=3)
+    assert "standard deviation over 4 tokens" in ax.images[0].colorbar.ax.get_ylabel()
+    last = [tlc.depth_coupling(trace, K) for trace in traces]
+    comparison = tlc.compare(last, means, 3, paired=True)
+    differences = [b.mean(3) - a.mean(3) for a, b in zip(last, means, strict=True)]
+    assert comparison.mean_difference == pytest.approx(np.mean(differences), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"position": []}, r"at least one token, each once, got \[\]"),
+        ({"position": [1, 1]}, r"each once, got \[1, 1\]"),
+        ({"position": [0, 99]}, r"must lie in \[-4, 3\]"),
+        ({"position": "last"}, '`position` must be "all", got'),
+        ({"position": "all", "rows": [0]}, "`rows` and `cols` are for a single"),
+    ],
+)
+def test_positions_that_cannot_be_are_refused(model, arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        tlc.depth_coupling(tlc.trace(model, PROMPTS[0]), K, **arguments)
+
+
+def test_one_trace_serves_all_tokens(model) -> None:
+    """The model runs once, for the trace."""
+    trace = tlc.trace(model, PROMPTS[2])
+    runs = []
+    handle = model.register_forward_pre_hook(lambda *_: runs.append(1))
+    try:
+        tlc.depth_coupling(trace, K, position="all")
+    finally:
+        handle.remove()
+    assert not runs

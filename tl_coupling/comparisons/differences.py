@@ -259,7 +259,8 @@ class _Side:
                     f"`{name}` must hold maps of layers, kind 'depth' "
                     f"(`depth_coupling`), got one of kind {result.kind!r}"
                 )
-            if isinstance(result, MeanCouplingMap):
+            is_mean = isinstance(result, MeanCouplingMap)
+            if is_mean and not result.is_mean_over_tokens:
                 raise ValueError(
                     f"`{name}` is a mean over prompts, which keeps no single "
                     "prompts: give the maps of the prompts, in a list"

@@ -108,6 +108,12 @@ class CouplingMap(Saved):
         """How many prompts the values are a mean over."""
         return len(self.provenance.get("prompts", [None]))
 
+    @property
+    def is_mean_over_tokens(self) -> bool:
+        """Whether the values are a mean over tokens, of one prompt or of each."""
+        position = self.provenance.get("position", -1)
+        return self.kind == "depth" and not isinstance(position, int)
+
     @checked
     def at(self, k: int | None = None) -> Float[Tensor, "n_rows n_cols k k"]:
         """Return the coupling matrices for the top k singular vectors.

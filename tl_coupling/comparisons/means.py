@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 _MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 # What all maps must have in common for a mean, beside the model.
-_ALIKE = ("fixed", "normalising_layers", *_MAP_FACTS)
+_ALIKE = ("fixed", "normalising_layers", "is_mean_over_tokens", *_MAP_FACTS)
+_POSITIONS = "positions from the beginning"
 _END_POSITIONS = "positions from the end"
 # What maps of two prompts say alike, by name.
 Facts = dict[str, Any]
@@ -37,7 +38,8 @@ Facts = dict[str, Any]
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
 class MeanCouplingMap(CouplingMap):
-    """The mean over prompts of coupling maps, and its spread.
+    """The mean over prompts of coupling maps, or over tokens of one prompt, and its
+    spread.
 
     Every method of `CouplingMap` gives the mean over the prompts, of each measure with
     its default options; `spread` and `spread_of_mean` give standard deviations (n − 1
@@ -47,12 +49,16 @@ class MeanCouplingMap(CouplingMap):
     singular vectors are the same on all: it is that of one prompt. `CouplingMap.load`
     reads such a map too.
 
+    Of a mean over tokens (`depth_coupling` with several positions) read "token" for
+    "prompt": `n_prompts` is 1, the provenance has the `positions`, and there is no
+    `interval`. The mean over prompts of such means has one.
+
     Attributes:
         matrices: mean of `|A|`, `[n_rows n_cols k k]` (the signs of singular vectors
             are arbitrary).
         singular_values, frobenius_norms: means.
         row_positions, col_positions: counted from the end, and so negative, where they
-            differ from the beginning.
+            differ from the beginning; of a mean over tokens those of the last one.
         provenance: what all prompts have in common; `prompts` lists their texts.
         means, spreads: mean and standard deviation of each measure, `[n_measures k
             n_rows n_cols]`.
@@ -60,6 +66,8 @@ class MeanCouplingMap(CouplingMap):
         spreads_of_mean: standard deviation of a prompt's mean over pairs of different
             connections (all pairs where none differ), `[n_measures k]`.
         measures: names of the measures, in the order of the axis `n_measures`.
+        means_of_maps: what `spreads_of_mean` is the deviation of, `[n_measures k
+            n_maps]`: see `by_map`; None of what earlier versions saved.
 
     Example:
         >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
@@ -72,11 +80,13 @@ class MeanCouplingMap(CouplingMap):
     nulls: Float[Tensor, "n_measures k"]
     spreads_of_mean: Float[Tensor, "n_measures k"]
     measures: tuple[str, ...] = tuple(MEASURES)
+    means_of_maps: Float[Tensor, "n_measures k n_maps"] | None = None
     DIMS: ClassVar = CouplingMap.DIMS | {
         "means": "measure k row col",
         "spreads": "measure k row col",
         "nulls": "measure k",
         "spreads_of_mean": "measure k",
+        "means_of_maps": "measure k map",
         "measures": "measure",
     }
 
@@ -105,8 +115,27 @@ class MeanCouplingMap(CouplingMap):
             >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """
+        return cls._over(maps)
+
+    @classmethod
+    def over_tokens(
+        cls, maps: Iterable[CouplingMap], position: object
+    ) -> "MeanCouplingMap":
+        """Return the mean over maps of one prompt, one for each token, as `over` does.
+
+        `position` is what was asked for; it and the `positions` of the maps are in the
+        provenance.
+        """
+        return cls._over(maps, position)
+
+    @classmethod
+    def _over(
+        cls, maps: Iterable[CouplingMap], position: object = None
+    ) -> "MeanCouplingMap":
+        """Return the mean over prompts; over tokens of one where a position is given."""
         prompts: list[str | None] = []
         facts: list[Facts] = []
+        means_of_maps: list[Tensor] = []
         moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
         for result in maps:
             _check_is_of_one_prompt(result)
@@ -114,19 +143,28 @@ class MeanCouplingMap(CouplingMap):
             check_one_model(facts[0], facts[-1], "maps")
             check_alike(facts[0], facts[-1], _ALIKE, "the maps must have")
             prompts.append(result.provenance.get("prompt"))
-            moments.add(_averaged(result))
+            averaged = _averaged(result)
+            moments.add(averaged)
+            means_of_maps.append(averaged["mean_over_pairs"])
         if not prompts:
             raise ValueError(
                 "there are no maps to take the mean of: wanted at least one"
             )
         # `result` is the last map from here on: it has what all have alike.
-        common = joined_provenance(facts, prompts)
-        row_positions, col_positions = _common_positions(common)
+        of_tokens = position is not None
+        common = joined_provenance(facts, prompts[:1] if of_tokens else prompts)
         names = {*result.provenance, "prompts", "remarks"}
         provenance = {name: fact for name, fact in common.items() if name in names}
+        if of_tokens:
+            row_positions, col_positions = facts[-1][_POSITIONS]
+            positions = [fact[_POSITIONS][0][0] for fact in facts]
+            provenance |= {"position": position, "positions": positions}
+        else:
+            row_positions, col_positions = _common_positions(common)
         tensors = moments.means | {
             "spreads": moments.standard_deviation("means"),
             "spreads_of_mean": moments.standard_deviation("mean_over_pairs"),
+            "means_of_maps": torch.stack(means_of_maps, dim=-1),
         }
         del tensors["mean_over_pairs"]
         # Sums are float64 where a measure is; a mean has the precision of its maps.
@@ -158,6 +196,25 @@ class MeanCouplingMap(CouplingMap):
         return float(self._held(self.spreads_of_mean, k, measure, {}))
 
     @checked
+    def by_map(
+        self, k: int | None = None, measure: AnyMeasure = "coupling"
+    ) -> Float[Tensor, " n_maps"]:
+        """Return `mean(k, measure)` of each prompt, or of each token, over pairs of
+        different layers.
+
+        Example:
+            >>> tokens = tlc.depth_coupling(trace, k=4, position="all")
+            >>> tokens.by_map(2).shape, len(tokens.provenance["positions"])
+            (torch.Size([8]), 8)
+        """
+        if self.means_of_maps is None:
+            raise ValueError(
+                "this mean was saved by an earlier version, without the mean of each "
+                "map: measure again"
+            )
+        return self._held(self.means_of_maps, k, measure, {})
+
+    @checked
     def to_dataframe(self, ks: Sequence[int] | None = None) -> "pandas.DataFrame":
         """Return the table of `CouplingMap.to_dataframe`, with `spread`, the standard
         deviation of coupling over the prompts, and `n_prompts`.
@@ -185,7 +242,7 @@ class MeanCouplingMap(CouplingMap):
         .. math:: \bar c \pm t_{n-1} s / \sqrt n
 
         where `s` is `spread_of_mean`. It is for other prompts of their kind, which were
-        drawn independently; NaN for one prompt.
+        drawn independently; NaN for one prompt, of which tokens are not independent.
 
         Example:
             >>> traces = (tlc.trace(model, prompt) for prompt in prompts)
@@ -325,7 +382,8 @@ def _name_of_a_mean(measure: AnyMeasure, options: Options) -> MeasureName:
 
 
 def _check_is_of_one_prompt(result: object) -> None:
-    if not isinstance(result, CouplingMap) or isinstance(result, MeanCouplingMap):
+    is_mean = isinstance(result, MeanCouplingMap) and not result.is_mean_over_tokens
+    if not isinstance(result, CouplingMap) or is_mean:
         raise ValueError(
             f"wanted the coupling map of one prompt, got {type(result).__name__}"
         )
@@ -342,20 +400,22 @@ def _facts(result: CouplingMap) -> Facts:
     compared_layers = {*result.row_layers, *result.col_layers}
     return result.provenance | {
         **{name: getattr(result, name) for name in _MAP_FACTS},
+        "is_mean_over_tokens": result.is_mean_over_tokens,
         # Layers that are not compared may differ between the traces.
         "normalising_layers": sorted(compared_layers & normalising),
-        "positions": positions,
+        _POSITIONS: positions,
         _END_POSITIONS: end_positions,
     }
 
 
 def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the positions of rows and columns, from the beginning or from the end."""
-    positions = common.get("positions", common.get(_END_POSITIONS))
+    positions = common.get(_POSITIONS, common.get(_END_POSITIONS))
     if positions is None:
         raise ValueError(
             "the maps must be of the same positions, "
-            "counted from the beginning or from the end"
+            "counted from the beginning or from the end; `depth_coupling` with several "
+            "positions averages over tokens of one prompt"
         )
     row_positions, col_positions = positions
     return row_positions, col_positions
@@ -366,12 +426,22 @@ def _averaged(result: CouplingMap) -> dict[str, Tensor]:
 
     Of each measure also its null and its mean over pairs, `mean_over_pairs`.
     """
-    # Row by row: one J_1 has one set of singular values for all columns.
-    rows = zip(result.matrices, result.singular_values, strict=True)
-    values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
     own = result.own_pairs()
     # A map of one connection has its own pair only.
     is_counted = own if own.all() else ~own
+    if isinstance(result, MeanCouplingMap):
+        # The mean over the tokens of one prompt.
+        return {
+            "matrices": result.matrices,
+            "singular_values": result.singular_values,
+            "frobenius_norms": result.frobenius_norms,
+            "means": result.means,
+            "mean_over_pairs": result.means[..., is_counted].nanmean(-1),
+            "nulls": result.nulls,
+        }
+    # Row by row: one J_1 has one set of singular values for all columns.
+    rows = zip(result.matrices, result.singular_values, strict=True)
+    values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
     nulls_of_rows = nulls_at_every_k(
         result.singular_values.cpu(), result.frobenius_norms.cpu(), result.d_model
     )

@@ -7,7 +7,7 @@ singular vectors (columns).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.blocks import Trace
@@ -35,6 +35,7 @@ from tl_coupling.jacobians import (
 from tl_coupling.measures import Orientation
 from tl_coupling.progress import Progress, with_progress
 
+Positions: TypeAlias = int | Sequence[int] | Literal["all"]
 _ONE_TRACE = (
     "`tl_coupling.trace(model, prompt)` makes one, and `mean_depth_coupling(traces)` "
     "takes several"
@@ -46,7 +47,7 @@ _SEVERAL_TRACES = "`depth_coupling(trace)` takes one"
 def depth_coupling(
     trace: Annotated[Trace, _ONE_TRACE],
     k: int | None = None,
-    position: int = -1,
+    position: Positions = -1,
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
@@ -69,7 +70,9 @@ def depth_coupling(
         trace: a traced prompt. `mean_depth_coupling` takes many.
         k: how many top singular vectors: 50, or all of a narrower model, by default.
             Every smaller k is read off the same result.
-        position: the token; the last by default, as in the paper.
+        position: the token; the last by default, as in the paper. Of several, or
+            `"all"`, the result is the mean over their maps, with its spread; the first
+            token sees no other and may be left out, `range(1, trace.n_pos)`.
         orientation: `"ujv"` (the paper's) or `"vju"`.
         layers: a selection of layers, in this order; all by default.
         rows, cols: layers of J_1 alone, and of the singular vectors alone; all by
@@ -84,25 +87,45 @@ def depth_coupling(
 
     Returns:
         a `CouplingMap` with rows = layers of J_1, columns = layers that gave the
-        singular vectors.
+        singular vectors; of several tokens a `MeanCouplingMap`, whose `by_map` is the
+        mean coupling at each.
 
     Raises:
         ValueError: k outside `[1, d_model]`, a layer or position out of range, `layers`
-            beside `rows` or `cols`, a `max_memory` that is too small, a block that
-            normalises the stream by something else than a module.
+            beside `rows` or `cols`, these beside several positions, no position or one
+            twice, a `max_memory` that is too small, a block that normalises the stream
+            by something else than a module.
         TypeError: several traces.
 
     Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary);
     where the model is narrower than the default k = 50.
 
     Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L²
-    matrices A; memory for the Jacobians, `L d²` numbers, and A, `L² k²`.
+    matrices A; memory for the Jacobians, `L d²` numbers, and A, `L² k²`. Of n tokens
+    all this n times, but one trace, and the memory of one token.
 
     Example:
         >>> result = tlc.depth_coupling(trace, k=8)
         >>> result.coupling(4).shape, round(result.null(4), 3)
         (torch.Size([2, 2]), 0.134)
+        >>> tokens = tlc.depth_coupling(trace, k=8, position=[3, 5, -1])
+        >>> tokens.spread(4).shape, tokens.by_map(4).shape
+        (torch.Size([2, 2]), torch.Size([3]))
     """
+    if not isinstance(position, int):
+        if rows is not None or cols is not None:
+            raise ValueError(
+                "give `layers`: `rows` and `cols` are for a single `position`"
+            )
+        # The bar counts tokens, and Jacobians of one have none.
+        options = JacobianOptions(chunk_size, max_memory, progress=False)
+        positions = with_progress(_positions(trace, position), progress, "tokens")
+        requests = (_layers_at(trace, t, layers) for t in positions)
+        maps = map(
+            partial(_depth_map, orientation), decompose_each(requests, k, options)
+        )
+        asked = position if position == "all" else list(position)
+        return MeanCouplingMap.over_tokens(maps, asked)
     options = JacobianOptions(chunk_size, max_memory, progress)
     # Rows and columns are the same layers: each is computed and decomposed once.
     if rows is None and cols is None:
@@ -123,7 +146,7 @@ def depth_coupling(
 def mean_depth_coupling(
     traces: Annotated[Iterable[object], _SEVERAL_TRACES],
     k: int | None = None,
-    position: int = -1,
+    position: Positions = -1,
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
@@ -136,7 +159,8 @@ def mean_depth_coupling(
     Args:
         traces: traced prompts, from a list or a generator.
         k, position, orientation, layers, chunk_size, max_memory: as in
-            `depth_coupling`, with the same errors and warnings, for each prompt.
+            `depth_coupling`, with the same errors and warnings, for each prompt. Of
+            several positions each prompt counts with its mean over tokens.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
             a terminal or notebook; `False` for none.
 
@@ -161,6 +185,20 @@ def mean_depth_coupling(
     # The bar counts prompts, and Jacobians of one have none.
     options = JacobianOptions(chunk_size, max_memory, progress=False)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
+    if not isinstance(position, int):
+        return MeanCouplingMap.over(
+            depth_coupling(
+                trace,
+                k,
+                position,
+                orientation,
+                layers=layers,
+                chunk_size=chunk_size,
+                max_memory=max_memory,
+                progress=False,
+            )
+            for trace in traced
+        )
     maps_of_group = partial(
         _depth_maps_of_each,
         k=k,
@@ -247,6 +285,18 @@ def depth_maps(
 
 def _depth_map(orientation: Orientation, decomposed: Decomposed) -> CouplingMap:
     return depth_maps(decomposed, (orientation,))[orientation]
+
+
+def _positions(trace: Trace, position: Sequence[int] | Literal["all"]) -> list[int]:
+    """Return tokens counted from 0; ValueError for none, or one twice."""
+    if position == "all":
+        return list(range(trace.n_pos))
+    positions = [trace.position_index(t) for t in position]
+    if not positions or len(set(positions)) < len(positions):
+        raise ValueError(
+            f"`position` must name at least one token, each once, got {list(position)}"
+        )
+    return positions
 
 
 def _layers_at(trace: Trace, position: int, layers: Sequence[int] | None) -> Request:

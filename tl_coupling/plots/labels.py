@@ -465,8 +465,20 @@ def map_heading(maps: Sequence[CouplingMap], k: int | None = None) -> str:
         no_prompt = {"prompt": None, "image": None}
         provenances = [provenance | no_prompt for provenance in provenances]
         return heading(subject, provenances)
+    if any(result.is_mean_over_tokens for result in maps):
+        numbers_of_tokens = {n_averaged(result) for result in maps}
+        if len(numbers_of_tokens) == 1:
+            subject += f"\nmean over {numbers_of_tokens.pop()}"
+        return heading(subject, provenances)
     positions = [result.row_positions[0] for result in maps if result.kind == "depth"]
     return heading(subject, provenances, positions)
+
+
+def n_averaged(result: CouplingMap) -> str:
+    """Return how many prompts, or tokens of one, a map is the mean over, in words."""
+    if result.is_mean_over_tokens and result.n_prompts == 1:
+        return f"{len(result.provenance['positions'])} tokens"
+    return f"{result.n_prompts} prompts"
 
 
 def with_numbers(title: str, numbers: str) -> str:

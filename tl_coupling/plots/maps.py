@@ -142,27 +142,29 @@ def plot_spread(
     measure: AnyMeasure = "coupling",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a measure's standard deviation over prompts as a heat map of all pairs.
+    """Draw a measure's standard deviation over prompts, or over tokens, as a heat map of
+    all pairs.
 
     Read off, beside `plot_coupling` of the same map, which pairs are coupled to the
     same degree whatever the prompt. The map is a mean, of `mean_depth_coupling` on many
-    traces; k, measure and what is returned are as in `plot_coupling`. Raises ValueError
-    for a k or measure that the map does not have, and for a single prompt, which has no
-    spread.
+    traces, or of `depth_coupling` at several positions; k, measure and what is returned
+    are as in `plot_coupling`. Raises ValueError for a k or measure that the map does
+    not have, and for a single prompt and token, which has no spread.
 
     Example:
         >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
         >>> ax = tlc.plots.plot_spread(mean)
     """
     spread = result.spread(k, measure)
-    if result.n_prompts < 2:
+    if not bool(spread.isfinite().any()):
         raise ValueError(
-            "the spread over prompts takes at least two prompts, this map has one"
+            "the spread takes at least two prompts, or two tokens of one: this map has "
+            "one of them"
         )
     ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
     k = result.k if k is None else k
     name = labels.measure_label(measure, k)
-    label = f"standard deviation over {result.n_prompts} prompts of\n{name}"
+    label = f"standard deviation over {labels.n_averaged(result)} of\n{name}"
     _draw_pairs(
         ax, result, spread.detach().cpu().numpy(), k, label, vmin=0, cmap="cividis"
     )

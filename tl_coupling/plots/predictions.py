@@ -305,7 +305,8 @@ def _heading(
     positions = []
     for result in results_by_name.values():
         if isinstance(result, CouplingMap):
-            positions.append(result.row_positions[0])
+            if not result.is_mean_over_tokens:
+                positions.append(result.row_positions[0])
         else:
             positions.append(result.position)
     provenances = [result.provenance for result in results_by_name.values()]
