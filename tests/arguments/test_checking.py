@@ -268,8 +268,9 @@ def test_the_whole_api_is_there() -> None:
 
 WHOLE = {
     "random_subspace_null": ["k"],
-    "depth_coupling": ["k", "position"],
-    "mean_depth_coupling": ["k", "position"],
+    "depth_coupling": ["k"],
+    "depth_couplings": ["k", "position"],
+    "mean_depth_coupling": ["k"],
     "self_coupling": ["layer", "other_layer", "k"],
     "svd": ["k"],
     "redundancy_correlations": ["n_resamples", "seed"],
@@ -305,6 +306,17 @@ def test_whole_numbers_are_neither_fractions_nor_truth_values_nor_text(
             TypeError, match=rf"^`{parameter}` must be a whole number( or None)?, got "
         ):
             function(**needed | {parameter: wrong})
+
+
+@pytest.mark.parametrize("wrong", [2.5, True, float("nan"), torch.tensor(2), [0.5]])
+def test_positions_are_whole_numbers_or_lists_of_them(
+    tiny_trace: tlc.Trace, wrong: object
+) -> None:
+    message = (
+        '^`position` must be a whole number, a list of whole numbers or "all", got '
+    )
+    with pytest.raises(TypeError, match=message):
+        tlc.depth_coupling(tiny_trace, 2, wrong)
 
 
 @pytest.mark.parametrize(
