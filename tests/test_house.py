@@ -63,6 +63,7 @@ CALLED_BY_PICTURES = {
     "mean_name": "a name",
     "measure_named": "a name",
     "measured_in": "a name",
+    "null_interval_of_coupling": "the band around the null of a mean over pairs",
     "null_name": "a name",
     "pairs_of_layers": "a name",
     "prompt_relation": "made where its caller has not made it",

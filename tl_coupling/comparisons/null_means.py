@@ -21,7 +21,10 @@ from tl_coupling.measures import (
     Measure,
     Null,
     draws_of_random_subspaces,
+    measure_named,
     random_rotations,
+    random_subspace_null,
+    seeded,
 )
 from tl_coupling.statistics import LEVEL, Interval
 
@@ -228,3 +231,32 @@ def quantile_interval(means: Float[Tensor, " n_means"]) -> Interval:
     ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2]).to(means)
     low, high = means.quantile(ends).tolist()
     return low, high
+
+
+def null_interval_of_spectra(
+    S_1: Float[Tensor, "n_layers n_values"], k: int, d_model: int
+) -> Interval:
+    """Return where 95 % of the mean coupling of different layers lies by chance.
+
+    As `CouplingMap.null_interval` of layers with these singular values; those that are
+    not given are 0.
+    """
+    n_layers = len(S_1)
+    generator = seeded(0)
+    draws = draws_of_rows(
+        measure_named("coupling"),
+        k,
+        draws_needed(n_layers, "space"),
+        d_model,
+        S_1,
+        torch.linalg.vector_norm(S_1, dim=1),
+        random_subspace_null(k).expand(n_layers),
+        generator,
+    )
+    layers = [(layer, 0) for layer in range(n_layers)]
+    different = ~torch.eye(n_layers, dtype=torch.bool)
+    together = rise_together(layers, layers, different)
+    column_draws = draws.mean(1, keepdim=True)
+    return quantile_interval(
+        means_of_draws(column_draws, different, generator, together=together)
+    )

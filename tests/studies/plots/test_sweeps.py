@@ -2,16 +2,19 @@
 leave pyplot alone.
 """
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray
 from matplotlib.collections import LineCollection
 from PIL import Image
 from scipy import stats
 
+from made_up_results import random_map
 from tl_coupling.plots.labels import off_screen
 from tl_coupling.studies.plots.growth import plot_growth, plot_shapes
 from tl_coupling.studies.plots.sweeps import (
@@ -123,6 +126,43 @@ def test_emergence_draws_mean_null_and_loss():
     assert coupling.get_ylabel() == r"mean coupling $1 - \tilde{m}$ (k = 5)"
     assert loss.get_ylabel() == "loss (nats per token)"
     assert loss.get_xlabel() == "training step"
+
+
+def test_a_band_has_what_random_subspaces_give_at_some_steps():
+    """As wide as that of a map with the same spectra; without spectra there is none."""
+    (ax, _) = plot_emergence(sweep(), k=5).axes
+    assert "95 % of random" not in legend_of(ax)
+    S = np.random.default_rng(0).uniform(1, 3, (len(STEPS), 4, 6, 10)).cumsum(-1)
+    dims = ("checkpoint", "prompt", "layer", "singular_value")
+    data = sweep(singular_values=(dims, S[..., ::-1]))
+    data.attrs["provenance"] = '{"d_model": 12}'
+    (ax, _) = plot_emergence(data, k=5).axes
+    assert "95 % of random" in legend_of(ax)
+    null_band = ax.collections[-1].get_paths()[0].vertices
+    spectra = torch.from_numpy(S[-1, ..., ::-1].mean(0))
+    layers = random_map(layers=range(6), k=10)
+    layers = dataclasses.replace(
+        layers, singular_values=spectra, frobenius_norms=spectra.norm(dim=1)
+    )
+    ends = np.unique(null_band[null_band[:, 0] == STEPS[-1], 1])[[0, -1]]
+    np.testing.assert_allclose(ends, layers.null_interval(5), rtol=0.02)
+
+
+def legend_of(ax) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_many_steps_have_bands_at_a_dozen_of_them():
+    steps = range(100)
+    data = sweep(steps=steps, n_prompts=1)
+    spectra = np.broadcast_to(np.arange(10, 0, -1.0), (100, 1, 6, 10))
+    dims = ("checkpoint", "prompt", "layer", "singular_value")
+    data = data.assign(singular_values=(dims, spectra))
+    data.attrs["provenance"] = '{"d_model": 12}'
+    (ax, _) = plot_emergence(data).axes
+    drawn = set(ax.collections[-1].get_paths()[0].vertices[:, 0])
+    assert {0, 99} <= drawn
+    assert len(drawn) <= 13
 
 
 def test_emergence_takes_the_largest_common_k_by_default():

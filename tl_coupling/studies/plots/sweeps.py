@@ -3,6 +3,7 @@
 Several seeds are `xarray.concat([…], "seed")`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ from tl_coupling.arguments import Count, Positive, checked
 from tl_coupling.measures import MeasureName, mean_name, null_name
 from tl_coupling.plots import draw_arcs, labels, most_arcs, weighted_pairs
 from tl_coupling.results import RANDOM_SUBSPACES
-from tl_coupling.statistics import LEVEL, crossed_mean
-from tl_coupling.studies.surveys import pairs_of_layers
+from tl_coupling.statistics import LEVEL, Interval, crossed_mean
+from tl_coupling.studies.surveys import null_interval_of_coupling, pairs_of_layers
 
 if TYPE_CHECKING:
     import xarray
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # Two rows of four.
 _MAX_PANELS = 8
 _PANELS_IN_A_ROW = 4
+# A band is made at so many steps, in a fraction of a second each.
+_MAX_BAND_STEPS = 12
 # The dimensions that means and intervals are over.
 SAMPLES = ("prompt", "seed")
 
@@ -44,9 +47,10 @@ def plot_emergence(
     """Draw mean coupling of different layers, and the loss, against the training step.
 
     Shows when coupling emerges, whether it stays, and what the loss does meanwhile. The
-    dashed line is what random subspaces would give; a ring marks step 0, the untrained
-    model. The step axis is logarithmic, with a place for 0. Bands are 95 % t intervals
-    of the mean over prompts and seeds, see `statistics.crossed_mean`.
+    dashed line is what random subspaces would give, and in the grey band lie 95 % of
+    means over pairs that they give; a ring marks step 0, the untrained model. The step
+    axis is logarithmic, with a place for 0. Coloured bands are 95 % t intervals of the
+    mean over prompts and seeds, see `statistics.crossed_mean`.
 
     Args:
         data: sweeps by name, one line each; or one sweep. A dim `seed` is averaged
@@ -90,7 +94,9 @@ def plot_emergence(
         name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
         for name, sweep in sweeps.items()
     }
-    if not labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
+    if labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
+        _draw_null_band(panels[0], list(sweeps.values()), k)
+    else:
         for number, (name, null) in enumerate(nulls.items()):
             look = labels.NULL_LINE | {
                 "color": labels.COLORS[number % len(labels.COLORS)],
@@ -103,6 +109,32 @@ def plot_emergence(
     pairs = " or ".join(dict.fromkeys(map(pairs_of_layers, sweeps.values())))
     labels.entitle(fig, heading(f"Coupling over {pairs} across training", sweeps))
     return fig
+
+
+def _draw_null_band(ax: Axes, sweeps: "Sequence[xarray.Dataset]", k: int) -> None:
+    """Draw the band that holds the null intervals of all sweeps, at some of the steps.
+
+    The null is the same for all, as it is a line. How far means spread depends on the
+    singular values: sweeps that do not keep them have no band.
+    """
+    ends: dict[int, list[Interval]] = {}
+    for sweep in sweeps:
+        if "singular_values" in sweep:
+            for step in _some_steps(sweep):
+                interval = null_interval_of_coupling(sweep.sel(checkpoint=step), k)
+                ends.setdefault(step, []).append(interval)
+    steps = sorted(ends)
+    low = [min(low for low, _ in ends[step]) for step in steps]
+    high = [max(high for _, high in ends[step]) for step in steps]
+    if steps:
+        labels.draw_null_band(ax, steps, low, high)
+
+
+def _some_steps(sweep: "xarray.Dataset") -> list[int]:
+    """Return about a dozen steps, the last among them: spectra change slowly."""
+    steps = sorted(sweep["checkpoint"].values.tolist(), reverse=True)
+    kept = steps[:: math.ceil(len(steps) / _MAX_BAND_STEPS)]
+    return sorted({*kept, steps[-1]})
 
 
 @checked

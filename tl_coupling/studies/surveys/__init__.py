@@ -23,6 +23,7 @@ from tl_coupling.studies.surveys.readings import (
     describe_pairs,
     joined,
     measure_table,
+    null_interval_of_coupling,
     one_orientation,
     pairs_of_layers,
     with_diagonal,

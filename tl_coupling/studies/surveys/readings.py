@@ -2,13 +2,17 @@
 measure, k.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tl_coupling.arguments import checked
+from tl_coupling.comparisons import null_interval_of_spectra
 from tl_coupling.measures import Orientation, mean_name, measured_in, null_name
+from tl_coupling.statistics import Interval
 
 if TYPE_CHECKING:
     import pandas
@@ -16,6 +20,8 @@ if TYPE_CHECKING:
 
 # By whether a layer's pair with itself counts.
 PAIRS = {False: "different", True: "all"}
+# Of the frames that are drawn for a null.
+_WIDEST = 256
 
 
 def pairs_of_layers(data: "xarray.Dataset") -> str:
@@ -90,6 +96,28 @@ def _mean_and_null(
         # (n − 1) / n; below, that of all pairs is taken apart again.
         return mean, null * (n_layers - 1) / n_layers + own_share
     return mean, (null - own_share) * n_layers / (n_layers - 1)
+
+
+def null_interval_of_coupling(data: "xarray.Dataset", k: int) -> Interval:
+    """Return where 95 % of a model's mean coupling would lie with random vectors.
+
+    Of pairs of different layers, as `CouplingMap.null_interval`, from the singular
+    values that the data keep; the others count as 0. Spectra are means over prompts and
+    seeds, whose values are taken to rise and fall together.
+
+    Args:
+        data: of one model at one checkpoint, with `singular_values`.
+        k: how many top singular vectors.
+    """
+    kept = data["singular_values"]
+    samples = [dim for dim in kept.dims if dim not in ("layer", "singular_value")]
+    spectra = kept.mean(samples).transpose("layer", "singular_value").values
+    # A shallower model has fewer layers than the data have.
+    S_1 = torch.from_numpy(spectra[np.isfinite(spectra).all(1)]).double()
+    width = json.loads(data.attrs["provenance"])["d_model"]
+    # Random frames of wider streams have the same angles, but for a factor that coupling
+    # does not see: it is a ratio.
+    return null_interval_of_spectra(S_1, k, min(width, max(_WIDEST, 8 * k)))
 
 
 def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
