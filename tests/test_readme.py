@@ -267,6 +267,7 @@ def test_what_is_not_run_says_why() -> None:
             "a dask cluster",
             "a trainer",
             "peft",
+            "W&B",
             "TransformerLens 3.9",
             "a package index",
         ),

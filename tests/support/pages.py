@@ -54,6 +54,7 @@ PAGES = [
             "how-to/large-models",
             "how-to/long-prompts",
             "how-to/saes",
+            "how-to/tables",
             "how-to/vision",
             "how-to/statistics",
             "findings",
