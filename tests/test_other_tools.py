@@ -99,6 +99,37 @@ def test_local_gain_from_products_with_vectors(original: Any, trace: tlc.Trace) 
     assert abs(power_iteration(trace, 0, 25) / expected - 1) < 1e-4
 
 
+def test_sensitivity_per_squared_displacement(original: Any, trace: tlc.Trace) -> None:
+    """Equation 1 of Porter et al.: `½ σ₁² uᵀ Bᵀ F B u`, B from the layer to the logits."""
+    layer, scale = 0, 0.1
+    _, J = gain(original, layer)
+    U, S, Vh = torch.linalg.svd(J)
+    after: list[Tensor] = []
+    handle = tiny.layers_of(original)[layer].register_forward_hook(
+        lambda module, given, output: after.append(
+            output[0] if isinstance(output, tuple) else output
+        )
+    )
+    logits = original(torch.tensor([tiny.TOKENS]), use_cache=False).logits[0, LAST]
+    handle.remove()
+    rows = [
+        torch.autograd.grad(entry, after[0], retain_graph=True)[0][0, LAST]
+        for entry in logits
+    ]
+    B = torch.stack(rows).double()
+    p = logits.detach().double().softmax(-1)
+    F = p.diag() - torch.outer(p, p)
+    Bu = B @ U[:, 0]
+    expected = 0.5 * S[0].square() * (Bu @ F @ Bu)
+
+    v = tlc.directions.Directions.of(Vh[:1].float(), layer, side="read")
+    prompt = " ".join(f"w{token}" for token in tiny.TOKENS)
+    steered = tlc.directions.steer(trace.model, prompt, v, [scale], n_draws=1)
+    displacement = scale * trace.residual[layer, LAST].norm()
+    ours = steered.predicted_kl[0, 0, 0] / displacement.square()
+    assert abs(float(ours / expected) - 1) < 1e-4
+
+
 # Block influence and angular distance: of the stream before and after blocks.
 
 

@@ -41,6 +41,7 @@ PAGES = [
             "concepts/directions",
             "how-to/second-hour",
             "how-to/from-transformerlens",
+            "how-to/other-tools",
             "how-to/models",
             "how-to/other-models",
             "how-to/checkpoints",
