@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 
 import tl_coupling as tlc
@@ -274,3 +275,94 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     assert "mean over all pairs of layers, l = l' among them" in " ".join(
         done.out.split()
     )
+
+
+@pytest.fixture
+def three_prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "three.jsonl"
+    texts = ("w3 w4", "w5 w6 w7", "w9 w2 w1")
+    file.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+    return file
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_the_interval_over_prompts_is_that_of_a_t_test(
+    call, folder_model: Path, tmp_path: Path, three_prompts: Path, diagonal: bool
+) -> None:
+    options = {"model": folder_model, "prompts": three_prompts, "k": [2, 4]}
+    if diagonal:
+        options["diagonal"] = True
+    done = call("depth", **options, out=tmp_path / "out")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    values = [means["2"] for means in summary["mean"]["trained"].values()]
+    assert len(values) == 3
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert summary["interval_over_prompts"]["trained"]["2"] == pytest.approx(
+        [low, high], rel=1e-6
+    )
+    assert f"± {statistics.stdev(values):.3f} [{low:.3f}, {high:.3f}]" in done.out
+    if not diagonal:
+        mean = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
+        assert mean.interval(2) == pytest.approx((low, high), abs=1e-5)
+
+
+def test_saved_maps_are_averaged_as_the_prompts_were(
+    call, folder_model: Path, tmp_path: Path, three_prompts: Path
+) -> None:
+    options = {"prompts": three_prompts, "k": [2, 4], "save_maps": True}
+    measured = call("depth", **options, model=folder_model, out=tmp_path / "out")
+    folder = tmp_path / "out" / "maps" / "trained"
+    first, *others = sorted(folder.iterdir())
+    averaged = call(
+        "depth", "--maps", first, "--maps", others[0], "--maps", others[1],
+        "--k", 2, "--k", 4, "--out", tmp_path / "mean",
+    )  # fmt: skip
+    table = measured.out.partition("wrote to")[0]
+    assert averaged.out.partition("wrote to")[0] == table
+    of_folder = call("depth", "--maps", folder, "--k", 4, "--out", tmp_path / "folder")
+    row = next(line for line in table.splitlines() if re.search(r"│ +4 │", line))
+    numbers = re.findall(r"\d\.\d{3}", row)
+    assert numbers
+    assert set(numbers) <= set(re.findall(r"\d\.\d{3}", of_folder.out))
+    mean = tlc.CouplingMap.load(tmp_path / "mean" / "depth.nc")
+    expected = tlc.mean_of_maps(tlc.CouplingMap.load(file) for file in (first, *others))
+    assert torch.equal(mean.coupling(2), expected.coupling(2))
+    summary = json.loads((tmp_path / "mean" / "summary.json").read_text())
+    assert set(summary["mean"]["trained"]) == {*map(str, (first, *others))}
+    # One map is itself.
+    call("depth", "--maps", first, "--out", tmp_path / "one")
+    alone = tlc.CouplingMap.load(tmp_path / "one" / "depth.nc")
+    assert torch.equal(alone.matrices, tlc.CouplingMap.load(first).matrices)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"untrained": True}, "give --maps or --untrained, not both"),
+        ({"prompt": "w1"}, "give --maps or --prompt, not both"),
+        ({"model": "gpt2"}, "give --maps or --model, not both"),
+        ({"position": 0}, "give --maps or --position, not both"),
+        ({"maps": ["{file}", "{file}"]}, "give each map once"),
+        ({"maps": "{empty}"}, "has no maps, files that end in .nc"),
+        ({"maps": "no-such.nc"}, "no-such.nc"),
+    ],
+)
+def test_maps_that_cannot_be_averaged_are_refused(
+    refused,
+    folder_model: Path,
+    tmp_path: Path,
+    options: dict[str, object],
+    message: str,
+) -> None:
+    model = tlc.load_model(str(folder_model))
+    file = tlc.depth_coupling(tlc.trace(model, "w1 w2"), 2).save(tmp_path / "a.nc")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    paths = {"{file}": file, "{empty}": empty}
+    maps = options.get("maps", file)
+    if isinstance(maps, list):
+        maps = [paths[name] for name in maps]
+    options = options | {
+        "maps": paths.get(maps, maps) if isinstance(maps, str) else maps
+    }
+    assert message in refused("depth", options | {"out": tmp_path / "out"}, [])

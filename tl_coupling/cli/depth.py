@@ -1,10 +1,10 @@
 """The command that measures coupling across depth: depth."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import stdev
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,11 +24,13 @@ from tl_coupling.cli.options import (
     Untrained,
     own_position,
 )
-from tl_coupling.cli.tables import choices_table, coupling_table
+from tl_coupling.cli.tables import choices_table, coupling_table, plural
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name, write_table
+from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import RANDOM_SUBSPACES
+from tl_coupling.statistics import Interval, t_interval
 from tl_coupling.studies.surveys import describe_pairs, joined, measures_of_maps
 
 if TYPE_CHECKING:
@@ -51,6 +53,13 @@ def depth(
     save_maps: Annotated[
         bool, typer.Option("--save-maps", help="Also write the map of each prompt.")
     ] = False,
+    maps: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Saved maps, or folders of them, to average in place of measuring; may "
+            "be repeated."
+        ),
+    ] = None,
     out: Out = OUT,
 ) -> None:
     """Measure coupling across depth: one token's blocks, for every pair of layers.
@@ -58,10 +67,11 @@ def depth(
     Compares the Jacobians of every two blocks. Prints the mean coupling at every k
     beside what random subspaces would give (the null) and, with --untrained, what the
     same architecture gives at its initialisation; writes netCDF, JSON and pictures. For
-    several prompts, the map is the mean, with its standard deviation. Means are over
-    pairs of different layers; the paper's are over all pairs, --diagonal. With
-    --all-measures a second table has every measure, in both orientations, over both
-    choices of pairs.
+    several prompts, the map is the mean, with its standard deviation and 95 % t interval
+    over prompts; --maps takes maps that --save-maps, or `save` in Python, wrote, and
+    loads no model. Means are over pairs of different layers; the paper's are over all
+    pairs, --diagonal. With --all-measures a second table has every measure, in both
+    orientations, over both choices of pairs.
 
     On two cores a prompt of 64 tokens takes about 2 s with GPT-2 or Pythia-160M, 8 s with
     Pythia-410M and 27 s with Pythia-1B; `tl_coupling.plan` says what any model takes.
@@ -72,10 +82,32 @@ def depth(
 
       tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --out gpt2
 
+      tl-coupling depth --maps gpt2/maps/trained --maps more/maps/trained --out mean
+
       tl-coupling depth --model smollm2-135m --untrained --all-measures --out choices
 
       tl-coupling depth --model google/vit-base-patch16-224 --image cat.jpg --out vit
     """
+    if maps:
+        refused = {
+            "--model": setup.model != EMBEDDED_MODEL,
+            "--prompt": prompts.prompt is not None,
+            "--prompts": prompts.prompts is not None,
+            "--image": prompts.image is not None,
+            "--position": position is not None,
+            "--untrained": untrained,
+            "--save-maps": save_maps,
+            "--all-measures": choosing.all_measures,
+        }
+        for option, is_given in refused.items():
+            if is_given:
+                raise ValueError(f"give --maps or {option}, not both")
+        with work_in(out) as work:
+            run = _saved_run(_map_files(maps), comparing, choosing)
+            provenance = run.coupling_map.provenance
+            role = "untrained" if provenance.get("untrained") else "trained"
+            _finish(work, {role: run}, comparing, choosing)
+        return
     selected_prompts = prompts.selected()
     # The map of a single prompt is the result, and saved as such.
     has_maps_of_prompts = save_maps and len(selected_prompts) > 1
@@ -85,16 +117,53 @@ def depth(
     )
     with work_in(out) as work:
         runs = work.measured(setup, untrained, measurement.measure)
-        # A model may be narrower than the k that were asked for.
-        ks = comparing.up_to(runs["trained"].coupling_map.k)
-        results = DepthResults(runs, ks, choosing.diagonal)
-        work.save(results.named_maps)
         if maps_folder is not None:
             work.written.append(maps_folder)
-        work.finish(results.summary(), results.pictures())
-        work.shown.append(results.table())
+        _finish(work, runs, comparing, choosing)
         if choosing.all_measures:
             _write_choices(work, runs)
+
+
+def _finish(
+    work: Work,
+    runs: dict[str, "DepthOfRun"],
+    comparing: Comparing,
+    choosing: Choosing,
+) -> None:
+    """Write and show what was measured."""
+    # A model may be narrower than the k that were asked for.
+    ks = comparing.up_to(next(iter(runs.values())).coupling_map.k)
+    results = DepthResults(runs, ks, choosing.diagonal)
+    work.save(results.named_maps)
+    work.finish(results.summary(), results.pictures())
+    work.shown.append(results.table())
+
+
+def _map_files(paths: list[Path]) -> list[Path]:
+    """Return the files, and those of folders; ValueError for one twice, or none."""
+    files: list[Path] = []
+    for path in paths:
+        files += sorted(path.glob("*.nc")) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"the folder {path} has no maps, files that end in .nc")
+    if len({file.resolve() for file in files}) < len(files):
+        raise ValueError("give each map once with --maps, or it would count as two")
+    return files
+
+
+def _saved_run(
+    files: list[Path], comparing: Comparing, choosing: Choosing
+) -> "DepthOfRun":
+    """Return the mean of saved maps, which are read one at a time."""
+
+    def read(file: Path) -> tuple[CouplingMap, PromptReadings]:
+        coupling_map = CouplingMap.load(file)
+        ks = comparing.up_to(coupling_map.k)
+        off_diagonal = not choosing.diagonal
+        means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}
+        return coupling_map, PromptReadings(str(file), means, None)
+
+    return DepthOfRun.from_maps(len(files), map(read, files))
 
 
 @dataclass(frozen=True)
@@ -119,6 +188,28 @@ class DepthOfRun:
     coupling_map: CouplingMap
     readings: list[PromptReadings]
 
+    @classmethod
+    def from_maps(
+        cls, n_maps: int, measured: Iterable[tuple[CouplingMap, PromptReadings]]
+    ) -> "DepthOfRun":
+        """Return the only map, or the mean of several.
+
+        Maps are large: one at a time is in memory, and only its readings stay.
+        """
+        if n_maps == 1:
+            ((coupling_map, reading),) = measured
+            return cls(coupling_map, [reading])
+        readings: list[PromptReadings] = []
+
+        def maps() -> Iterator[CouplingMap]:
+            for coupling_map, reading in measured:
+                readings.append(reading)
+                yield coupling_map
+
+        # Exhausts the generator, which fills `readings` on its way.
+        mean_map = MeanCouplingMap.over(maps())
+        return cls(mean_map, readings)
+
     @property
     def means(self) -> dict[str, dict[int, float]]:
         """Mean coupling of each prompt, by its id and k."""
@@ -129,6 +220,19 @@ class DepthOfRun:
         """Standard deviation over prompts of the mean coupling, by k."""
         ks = self.readings[0].means
         return {k: stdev([reading.means[k] for reading in self.readings]) for k in ks}
+
+    @property
+    def intervals(self) -> dict[int, Interval]:
+        """The 95 % t interval over prompts of the mean coupling, by k."""
+        n = len(self.readings)
+        return {
+            k: t_interval(
+                fmean([reading.means[k] for reading in self.readings]),
+                spread / n**0.5,
+                n - 1,
+            )
+            for k, spread in self.spreads.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -146,21 +250,11 @@ class DepthMeasurement:
 
     def measure(self, run: Run) -> DepthOfRun:
         """Return the map and the readings of every prompt in one model."""
-        if len(self.prompts) == 1:
-            coupling_map, reading = self.measure_prompt(run, self.prompts[0])
-            return DepthOfRun(coupling_map, [reading])
-        readings: list[PromptReadings] = []
-
-        # Maps are large: one at a time is in memory, and only its readings stay.
-        def maps() -> Iterator[CouplingMap]:
-            for prompt in run.bar("prompts", self.prompts):
-                coupling_map, reading = self.measure_prompt(run, prompt)
-                readings.append(reading)
-                yield coupling_map
-
-        # Exhausts the generator, which fills `readings` on its way.
-        mean_map = MeanCouplingMap.over(maps())
-        return DepthOfRun(mean_map, readings)
+        n = len(self.prompts)
+        # The bar of a single prompt counts its layers.
+        prompts = self.prompts if n == 1 else run.bar("prompts", self.prompts)
+        measured = (self.measure_prompt(run, prompt) for prompt in prompts)
+        return DepthOfRun.from_maps(n, measured)
 
     def measure_prompt(
         self, run: Run, prompt: Prompt
@@ -223,9 +317,9 @@ class DepthResults:
         return {role: {"depth": result} for role, result in self.maps.items()}
 
     @property
-    def trained(self) -> CouplingMap:
-        """The map of the trained model."""
-        return self.runs["trained"].coupling_map
+    def first(self) -> CouplingMap:
+        """The map of the trained model, or of the only one."""
+        return next(iter(self.runs.values())).coupling_map
 
     @property
     def pairs(self) -> str:
@@ -236,26 +330,33 @@ class DepthResults:
     def null_intervals(self) -> dict[int, tuple[float, float]]:
         """Where 95 % of the means over random subspaces lie, by k."""
         # A single layer leaves nothing to chance.
-        if len(self.trained.row_layers) == 1:
+        if len(self.first.row_layers) == 1:
             return {}
         return {
-            k: self.trained.null_interval(k, off_diagonal=not self.diagonal)
+            k: self.first.null_interval(k, off_diagonal=not self.diagonal)
             for k in self.ks
         }
 
     @cached_property
     def spreads(self) -> dict[str, dict[int, float]]:
         """Standard deviation over prompts by run and k; empty for one prompt."""
-        if not isinstance(self.trained, MeanCouplingMap):
+        if len(next(iter(self.runs.values())).readings) == 1:
             return {}
         return {role: run.spreads for role, run in self.runs.items()}
+
+    @cached_property
+    def intervals(self) -> dict[str, dict[int, Interval]]:
+        """95 % t intervals over prompts by run and k; empty for one prompt."""
+        if not self.spreads:
+            return {}
+        return {role: run.intervals for role, run in self.runs.items()}
 
     def summary(self) -> dict[str, object]:
         """Return what `summary.json` holds."""
         off_diagonal = not self.diagonal
         # What random subspaces give depends on k alone, so that one null stands for all
         # runs.
-        null = {k: self.trained.null(k, off_diagonal=off_diagonal) for k in self.ks}
+        null = {k: self.first.null(k, off_diagonal=off_diagonal) for k in self.ks}
         mean_over_prompts = {
             role: {k: result.mean(k, off_diagonal=off_diagonal) for k in self.ks}
             for role, result in self.maps.items()
@@ -263,7 +364,7 @@ class DepthResults:
         provenance = {role: result.provenance for role, result in self.maps.items()}
         summary: dict[str, object] = {
             "measure": f"coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over {self.pairs}",
-            "n_prompts": self.trained.n_prompts,
+            "n_prompts": self.first.n_prompts,
             "null": null,
             "null_interval": self.null_intervals,
             "mean": {role: run.means for role, run in self.runs.items()},
@@ -272,12 +373,14 @@ class DepthResults:
         }
         if self.spreads:
             summary["standard_deviation_over_prompts"] = self.spreads
+            summary["interval_over_prompts"] = self.intervals
         return summary
 
     def pictures(self) -> Pictures:
         """Return the pictures by file name."""
-        trained = self.trained
-        untrained = self.maps.get("untrained")
+        trained = self.first
+        # Saved maps may be of the twin alone.
+        untrained = self.maps.get("untrained") if len(self.maps) > 1 else None
         pictures: Pictures = {}
         for k in self.ks:
             pictures[f"coupling-k{k}.png"] = partial(
@@ -302,11 +405,11 @@ class DepthResults:
 
     def table(self) -> Table:
         """Return the table of mean couplings."""
-        n_prompts = self.trained.n_prompts
-        n_layers = len(self.trained.row_layers)
-        caption = f"{n_layers} layers, {n_prompts} prompt"
-        if n_prompts > 1:
-            caption += "s (mean ± standard deviation)"
+        n_prompts = self.first.n_prompts
+        n_layers = len(self.first.row_layers)
+        caption = f"{n_layers} layers, {plural(n_prompts, 'prompt')}"
+        if self.spreads:
+            caption += " (mean ± standard deviation [95 % t interval])"
         if self.null_intervals:
             intervals = ", ".join(
                 f"{low:.3f} to {high:.3f} (k = {k})"
@@ -315,7 +418,13 @@ class DepthResults:
             caption += f"\n95 % of {RANDOM_SUBSPACES}: {intervals}"
         title = f"depth coupling 1 − m̃, mean over {self.pairs}"
         return coupling_table(
-            title, caption, self.named_maps, self.ks, self.diagonal, self.spreads
+            title,
+            caption,
+            self.named_maps,
+            self.ks,
+            self.diagonal,
+            self.spreads,
+            self.intervals,
         )
 
 

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.results import RANDOM_SUBSPACES
+from tl_coupling.statistics import Interval
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +23,7 @@ def coupling_table(
     ks: list[int],
     diagonal: bool = False,
     spreads: Mapping[str, Mapping[int, float]] | None = None,
+    intervals: Mapping[str, Mapping[int, Interval]] | None = None,
 ) -> Table:
     """Return a table of the mean coupling of every run's maps, beside the null.
 
@@ -31,20 +33,25 @@ def coupling_table(
         ks: a row for each.
         diagonal: whether pairs of a layer with itself count.
         spreads: standard deviation over prompts by run and k, if there are several.
+        intervals: of the mean over prompts, where there are spreads.
     """
     rows = []
-    for name, trained_map in runs["trained"].items():
+    first_run = next(iter(runs.values()))
+    for name, first_map in first_run.items():
         for k in ks:
             cells = []
             for run, maps in runs.items():
                 mean = maps[name].mean(k, off_diagonal=not diagonal)
                 spread = f" ± {spreads[run][k]:.3f}" if spreads else ""
+                if spreads and intervals:
+                    low, high = intervals[run][k]
+                    spread += f" [{low:.3f}, {high:.3f}]"
                 cells.append(f"{mean:.3f}{spread}")
             # The null depends on k alone: one column stands for all runs.
-            null = trained_map.null(k, off_diagonal=not diagonal)
+            null = first_map.null(k, off_diagonal=not diagonal)
             name_cell = name if k == ks[0] else ""
             rows.append([name_cell, k, *cells, f"{null:.3f}"])
-    title = f"{trained_map.provenance['model']}: {subject}"
+    title = f"{first_map.provenance['model']}: {subject}"
     numbers = ["k", *runs, "null"]
     caption = f"{caption}\nnull: {RANDOM_SUBSPACES}"
     return table_of(title, ["map"], numbers, rows, caption)
