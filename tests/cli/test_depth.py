@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 from torch import nn
 
@@ -45,6 +46,9 @@ def test_depth_writes_results_and_pictures_and_prints_a_table(
         "matrices.png", "locality.png", "singular_values.png",
     }  # fmt: skip
     assert {path.name for path in out.iterdir()} == expected
+    # Two pixels for each that a page of 740 pixels has.
+    with Image.open(out / "coupling-k8.png") as picture:
+        assert picture.width == 2 * 740
     result = tlc.CouplingMap.load(out / "depth.nc")
     again = tlc.depth_coupling(
         tlc.trace(tlc.load_model(str(folder_model)), "w3 w14 w15"), k=8

@@ -78,7 +78,7 @@ def test_pictures_stand_below_their_blocks(
         added = [
             line
             for line in source[0].splitlines()
-            if line.startswith("![") or line in labels
+            if re.match(r"!\[.*\]\(/figures/", line) or line in labels
         ]
         rest = [line for line in source[0].splitlines() if line not in added]
         assert "".join(rest) == "".join(before.splitlines())

@@ -94,7 +94,7 @@ def plot_coupling(
     colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)
     k = result.k if k is None else k
     null = result.null(k, measure, **options)
-    axes = [ax] if ax is not None else _side_by_side(len(shown))
+    axes = [ax] if ax is not None else _side_by_side(len(shown), result.kind)
     for drawn, (role, role_map) in zip(axes, shown.items(), strict=True):
         values = _mask_own_pairs(role_map, k, measure, options)
         image = drawn.imshow(values, vmin=low, vmax=high, cmap=colors)
@@ -127,9 +127,12 @@ def plot_coupling(
     return axes[0]
 
 
-def _side_by_side(n: int) -> list[Axes]:
+def _side_by_side(n: int, kind: str) -> list[Axes]:
     """Return one or two Axes beside each other, in a new figure of a page's width."""
-    width, height = (6.4, 5.8) if n == 1 else (labels.PAGE_WIDTH, 4.2)
+    width, height = 6.4, 5.8
+    if n > 1:
+        # Tokens have longer names than layers.
+        width, height = labels.PAGE_WIDTH, 3.9 if kind == "depth" else 4.2
     figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 
