@@ -410,12 +410,16 @@ def rate_at(config: TrainingConfig, step: int) -> float:
 
 
 def learn(
-    model: Any, config: TrainingConfig, data: Iterable[Tensor]
+    model: Any,
+    config: TrainingConfig,
+    data: Iterable[Tensor],
+    add_gradients: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, float]]:
     """Train in memory: after each step, which it was and its loss in nats; first of all
     step 0, without a loss (NaN).
 
-    Parameters that ask for no gradient stay as they are.
+    Parameters that ask for no gradient stay as they are. `add_gradients` is called with
+    each step when the loss has left its gradients, before they are clipped.
     """
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -430,6 +434,8 @@ def learn(
         )
         optimizer.zero_grad()
         loss.backward()
+        if add_gradients is not None:
+            add_gradients(step)
         nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()
         yield step, loss.item()

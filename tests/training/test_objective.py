@@ -241,3 +241,34 @@ def test_a_hundred_steps_move_coupling_up_and_down() -> None:
     assert up > 0.6, (up, untouched, down)
     assert down < 0.08, (up, untouched, down)
     assert down < untouched < up
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_jacobians_are_those_of_the_library_and_have_gradients(
+    architecture: str,
+) -> None:
+    """Against `block_jacobians`, and difference quotients of it in one weight."""
+    model = tiny.huggingface_model(architecture, dtype=torch.float64)
+    blocks = tiny.layers_of(model)
+
+    def run() -> object:
+        return model(IDS)
+
+    def of_library() -> Tensor:
+        trace = tlc.trace_modules(blocks, run)
+        return torch.stack([tlc.block_jacobians(trace, position=t) for t in (2, -1)])
+
+    J = tlc.training.jacobians(blocks, run, positions=(2, -1))
+    torch.testing.assert_close(J, of_library(), rtol=1e-5, atol=1e-6)
+    weights = torch.randn(J.shape, dtype=J.dtype)
+    weight = next(p for p in blocks[-1].parameters() if p.dim() == 2)
+    (gradient,) = torch.autograd.grad((J * weights).sum(), weight)
+    step = 1e-3
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight[0, 0] += sign * step
+            values.append(float((of_library() * weights).sum()))
+            weight[0, 0] -= sign * step
+    quotient = (values[0] - values[1]) / (2 * step)
+    assert float(gradient[0, 0]) == pytest.approx(quotient, rel=1e-2, abs=1e-3)

@@ -9,6 +9,6 @@ True
 
 from tl_coupling.training.callback import CouplingCallback
 from tl_coupling.training.measuring import CouplingOfStep, measure
-from tl_coupling.training.objective import coupling
+from tl_coupling.training.objective import coupling, jacobians
 
-__all__ = ["CouplingCallback", "CouplingOfStep", "coupling", "measure"]
+__all__ = ["CouplingCallback", "CouplingOfStep", "coupling", "jacobians", "measure"]

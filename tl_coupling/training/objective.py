@@ -1,4 +1,4 @@
-"""Coupling as a scalar with a gradient, for objectives and probes."""
+"""Coupling and block Jacobians with a gradient, for objectives and probes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -69,28 +69,62 @@ def coupling(
         >>> bool(network[0].linear1.weight.grad.isfinite().all())
         True
     """
+    if len(list(blocks)) < 2:
+        raise ValueError(f"`blocks` must be two or more, got {len(list(blocks))}")
+    J = jacobians(
+        blocks, run, positions=positions, activations=activations, chunk_size=chunk_size
+    )
+    k = fitting_k(k, J.shape[-1])
+    return torch.stack([_mean_coupling(J_t, k, frames) for J_t in J]).mean()
+
+
+@checked
+def jacobians(
+    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
+    run: Callable[[], object],
+    *,
+    positions: Sequence[int] = (-1,),
+    activations: Frames = "differentiated",
+    chunk_size: Count | None = None,
+) -> Float[Tensor, "n_positions n_blocks d_model d_model"]:
+    r"""Return block Jacobians that can be differentiated, for objectives of one's own.
+
+    .. math:: J^l_{tt} = \partial f^l(X)_t / \partial x_t
+
+    They are `block_jacobians` at the same inputs, with a gradient to the parameters.
+
+    Args:
+        blocks, run: as in `measure`.
+        positions, activations, chunk_size: as in `coupling`.
+
+    Raises:
+        ValueError: a position out of range, or a run that does not call each block once,
+            on one input.
+
+    Cost: as `coupling`.
+
+    Example:
+        >>> Layer = torch.nn.TransformerEncoderLayer
+        >>> blocks = [Layer(16, 2, 32, norm_first=True) for _ in range(3)]
+        >>> network, x = torch.nn.Sequential(*blocks), torch.randn(5, 1, 16)
+        >>> J = tlc.training.jacobians(blocks, lambda: network(x))
+        >>> J.shape, J.requires_grad
+        (torch.Size([1, 3, 16, 16]), True)
+    """
     modules = list(blocks)
-    if len(modules) < 2:
-        raise ValueError(f"`blocks` must be two or more, got {len(modules)}")
     if not positions:
         raise ValueError("`positions` is empty: wanted at least one token")
     with _evaluated_with_gradients(modules):
         calls = _recorded_calls(modules, run)
         if activations == "detached":
             calls = [(call, X.detach()) for call, X in calls]
-        n_pos, d_model = calls[0][1].shape
-        k = fitting_k(k, d_model)
-        places = [_index(position, n_pos) for position in positions]
-        return torch.stack(
-            [
-                _mean_coupling(
-                    torch.stack([_jacobian(*call, t, chunk_size) for call in calls]),
-                    k,
-                    frames,
-                )
-                for t in places
-            ]
-        ).mean()
+        n_pos = len(calls[0][1])
+        of_positions = []
+        for position in positions:
+            t = _index(position, n_pos)
+            of_blocks = [_jacobian(*call, t, chunk_size) for call in calls]
+            of_positions.append(torch.stack(of_blocks))
+        return torch.stack(of_positions)
 
 
 def _index(position: int, n_pos: int) -> int:
