@@ -23,7 +23,7 @@ PYTHONS ?= python3.11 python3.13
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures zoo real attack same check
 .PHONY: check-code check-examples test test-tl4 test-tl3 test-long test-long-tl4 test-long-tl3 coverage plant-errors
-.PHONY: study-capacity study-generalization docs check-docs bench bench-statistics address dist check-dist clean
+.PHONY: study-capacity study-generalization study-treatment docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Two at a time: environments; checks beside tests.
 ifneq ($(filter check test test-long,$(MAKECMDGOALS)),)
@@ -63,6 +63,10 @@ study-capacity: .venv/ready
 
 study-generalization: .venv/ready
 	.venv/bin/python demos/studies/gap.py --out out/$@$(if $(SMALL),-small --small)
+
+# Up to two hours; it resumes.
+study-treatment: .venv/ready
+	.venv/bin/python demos/studies/treatment.py --out out/$@$(if $(SMALL),-small --small)
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

@@ -9,6 +9,17 @@ True
 
 from tl_coupling.training.callback import CouplingCallback
 from tl_coupling.training.measuring import CouplingOfStep, measure
-from tl_coupling.training.objective import coupling, jacobians
+from tl_coupling.training.objective import (
+    coupling,
+    coupling_of_jacobians,
+    jacobians,
+)
 
-__all__ = ["CouplingCallback", "CouplingOfStep", "coupling", "jacobians", "measure"]
+__all__ = [
+    "CouplingCallback",
+    "CouplingOfStep",
+    "coupling",
+    "coupling_of_jacobians",
+    "jacobians",
+    "measure",
+]

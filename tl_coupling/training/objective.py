@@ -74,8 +74,9 @@ def coupling(
     J = jacobians(
         blocks, run, positions=positions, activations=activations, chunk_size=chunk_size
     )
-    k = fitting_k(k, J.shape[-1])
-    return torch.stack([_mean_coupling(J_t, k, frames) for J_t in J]).mean()
+    return torch.stack(
+        [coupling_of_jacobians(J_t, k, frames=frames) for J_t in J]
+    ).mean()
 
 
 @checked
@@ -198,9 +199,35 @@ def _jacobian(
     return torch.cat(parts)
 
 
-def _mean_coupling(
-    J: Float[Tensor, "n_layers d_model d_model"], k: int, frames: Frames
+@checked
+def coupling_of_jacobians(
+    J: Float[Tensor, "n_blocks d_model d_model"],
+    k: int | None = None,
+    *,
+    frames: Frames = "detached",
 ) -> Float[Tensor, ""]:
+    """Return mean coupling of different Jacobians as a scalar that can be differentiated.
+
+    It is the number of `coupling`, of Jacobians to which something was done first.
+
+    Args:
+        J: Jacobians of two or more blocks, as `jacobians` gives for a position.
+        k, frames: as in `coupling`.
+
+    Raises:
+        ValueError: fewer than two Jacobians, or a k out of range.
+
+    Cost: an SVD of each, and `2 n_blocks² k d_model²` flops.
+
+    Example:
+        >>> J = torch.randn(3, 8, 8, requires_grad=True)
+        >>> tlc.training.coupling_of_jacobians(J, 4).backward()
+        >>> J.grad.shape
+        torch.Size([3, 8, 8])
+    """
+    if len(J) < 2:
+        raise ValueError(f"`J` must hold two or more Jacobians, got {len(J)}")
+    k = fitting_k(k, J.shape[-1])
     decomposed = J.detach() if frames == "detached" else J
     U, _, Vh = torch.linalg.svd(decomposed)
     images = einsum(J, Vh[:, :k], "row out d, column k d -> row column out k")
