@@ -32,7 +32,7 @@ from tl_coupling.jacobians import (
     decompose_each,
     decompose_sides,
 )
-from tl_coupling.measures import Orientation
+from tl_coupling.measures import Change, Metric, Orientation, Without
 from tl_coupling.progress import Progress, with_progress
 
 Positions: TypeAlias = int | Sequence[int] | Literal["all"]
@@ -53,6 +53,8 @@ def depth_coupling(
     layers: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
     cols: Sequence[int] | None = None,
+    without: Without | None = None,
+    metric: Metric | None = None,
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -77,6 +79,12 @@ def depth_coupling(
         layers: a selection of layers, in this order; all by default.
         rows, cols: layers of J_1 alone, and of the singular vectors alone; all by
             default. `rows=[5]` is one row of the map.
+        without: `"identity"` for the Jacobians without their best multiples of the
+            identity, `measures.without_identity`.
+        metric: M, `[d_model d_model]`: what length means in the residual stream.
+            Jacobians are compared as `M^{1/2} J M^{-1/2}`, so that singular vectors are
+            those of that metric; `measures.stream_metric(traces)` is one. By default
+            all coordinates count alike, M = I.
         chunk_size: as in `block_jacobian`.
         max_memory: bytes, or a text such as "3GiB", that this may take beside the model
             and the trace. Chunks become smaller, and Jacobians that do not fit are kept
@@ -112,25 +120,27 @@ def depth_coupling(
         >>> tokens.spread(4).shape, tokens.by_map(4).shape
         (torch.Size([2, 2]), torch.Size([3]))
     """
+    change = Change(without, metric)
     if not isinstance(position, int):
         if rows is not None or cols is not None:
             raise ValueError(
                 "give `layers`: `rows` and `cols` are for a single `position`"
             )
         # The bar counts tokens, and Jacobians of one have none.
-        options = JacobianOptions(chunk_size, max_memory, progress=False)
+        options = JacobianOptions(chunk_size, max_memory, False, change)
         positions = with_progress(_positions(trace, position), progress, "tokens")
         requests = (_layers_at(trace, t, layers) for t in positions)
         maps = map(
-            partial(_depth_map, orientation), decompose_each(requests, k, options)
+            partial(_depth_map, orientation, change),
+            decompose_each(requests, k, options),
         )
         asked = position if position == "all" else list(position)
         return MeanCouplingMap.over_tokens(maps, asked)
-    options = JacobianOptions(chunk_size, max_memory, progress)
+    options = JacobianOptions(chunk_size, max_memory, progress, change)
     # Rows and columns are the same layers: each is computed and decomposed once.
     if rows is None and cols is None:
         (decomposed,) = decomposed_layers([trace], k, position, layers, options)
-        return _depth_map(orientation, decomposed)
+        return _depth_map(orientation, change, decomposed)
     if layers is not None:
         raise ValueError("give `layers`, for rows and columns, or `rows` and `cols`")
     row_connections, column_connections = [
@@ -138,7 +148,8 @@ def depth_coupling(
     ]
     # Of rows that are not the columns no Jacobian is kept: they are read in turn.
     sides = decompose_sides(trace, row_connections, column_connections, k, options)
-    provenance = {"position": row_connections[0].position}
+    position_fact = {"position": row_connections[0].position}
+    provenance = position_fact | change.provenance
     return _maps(*sides, "depth", (orientation,), provenance)[orientation]
 
 
@@ -150,6 +161,8 @@ def mean_depth_coupling(
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
+    without: Without | None = None,
+    metric: Metric | None = None,
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -158,7 +171,7 @@ def mean_depth_coupling(
 
     Args:
         traces: traced prompts, from a list or a generator.
-        k, position, orientation, layers, chunk_size, max_memory: as in
+        k, position, orientation, layers, without, metric, chunk_size, max_memory: as in
             `depth_coupling`, with the same errors and warnings, for each prompt. Of
             several positions each prompt counts with its mean over tokens.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
@@ -183,7 +196,8 @@ def mean_depth_coupling(
         (torch.Size([2, 2]), torch.Size([2, 2]), 2)
     """
     # The bar counts prompts, and Jacobians of one have none.
-    options = JacobianOptions(chunk_size, max_memory, progress=False)
+    change = Change(without, metric)
+    options = JacobianOptions(chunk_size, max_memory, False, change)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     if not isinstance(position, int):
         return MeanCouplingMap.over(
@@ -193,6 +207,8 @@ def mean_depth_coupling(
                 position,
                 orientation,
                 layers=layers,
+                without=without,
+                metric=metric,
                 chunk_size=chunk_size,
                 max_memory=max_memory,
                 progress=False,
@@ -205,6 +221,7 @@ def mean_depth_coupling(
         position=position,
         orientation=orientation,
         layers=layers,
+        change=change,
         options=options,
     )
     return MeanCouplingMap.over(maps_of_group(traced))
@@ -216,6 +233,7 @@ def _depth_maps_of_each(
     position: int,
     orientation: Orientation,
     layers: Sequence[int] | None,
+    change: Change,
     options: JacobianOptions,
 ) -> Iterator[CouplingMap]:
     """Yield the map across depth of each prompt.
@@ -223,7 +241,7 @@ def _depth_maps_of_each(
     No prompt's Jacobians are held while the next prompt's are computed.
     """
     prompts = decomposed_layers(traces, k, position, layers, options)
-    return map(partial(_depth_map, orientation), prompts)
+    return map(partial(_depth_map, orientation, change), prompts)
 
 
 @checked
@@ -234,6 +252,8 @@ def depth_couplings(
     orientations: Sequence[Orientation] = ("ujv", "vju"),
     *,
     layers: Sequence[int] | None = None,
+    without: Without | None = None,
+    metric: Metric | None = None,
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -249,12 +269,13 @@ def depth_couplings(
     """
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
-    options = JacobianOptions(chunk_size, max_memory, progress)
+    change = Change(without, metric)
+    options = JacobianOptions(chunk_size, max_memory, progress, change)
     # `max_memory` holds for the maps of all orientations together.
     (decomposed,) = decomposed_layers(
         [trace], k, position, layers, options, len(orientations)
     )
-    return depth_maps(decomposed, orientations)
+    return depth_maps(decomposed, orientations, change)
 
 
 def decomposed_layers(
@@ -276,15 +297,24 @@ def decomposed_layers(
 
 
 def depth_maps(
-    decomposed: Decomposed, orientations: Sequence[Orientation]
+    decomposed: Decomposed,
+    orientations: Sequence[Orientation],
+    change: Change | None = None,
 ) -> dict[Orientation, CouplingMap]:
-    """Return the maps across depth of layers that were decomposed at one token."""
-    position = {"position": decomposed.connections[0].position}
-    return _maps(decomposed, decomposed, "depth", orientations, position)
+    """Return the maps across depth of layers that were decomposed at one token.
+
+    `change` is what was done to their Jacobians.
+    """
+    provenance: dict[str, object] = {"position": decomposed.connections[0].position}
+    if change is not None:
+        provenance |= change.provenance
+    return _maps(decomposed, decomposed, "depth", orientations, provenance)
 
 
-def _depth_map(orientation: Orientation, decomposed: Decomposed) -> CouplingMap:
-    return depth_maps(decomposed, (orientation,))[orientation]
+def _depth_map(
+    orientation: Orientation, change: Change, decomposed: Decomposed
+) -> CouplingMap:
+    return depth_maps(decomposed, (orientation,), change)[orientation]
 
 
 def _positions(trace: Trace, position: Sequence[int] | Literal["all"]) -> list[int]:

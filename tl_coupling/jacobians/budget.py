@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tl_coupling.blocks import Trace, chunk_that_fits
+from tl_coupling.measures import Change
 from tl_coupling.models import facts_of
 from tl_coupling.progress import Progress
 
@@ -60,11 +61,13 @@ class JacobianOptions:
         max_memory: bytes, or a text such as "3GiB", for all that is computed.
         progress: wraps the loop over Jacobians; by default a bar in a terminal or
             notebook, `False` for none.
+        change: what is done to each Jacobian before it is decomposed.
     """
 
     chunk_size: int | None = None
     max_memory: int | str | None = None
     progress: Progress | None = None
+    change: Change | None = None
 
 
 DEFAULT_OPTIONS = JacobianOptions()

@@ -365,6 +365,8 @@ def _computed_in_turns(
             computed = next(stream)
             # In one layout, because sums round by the order of their terms in memory.
             J = computed.J.to(device).contiguous()
+            if options.change is not None:
+                J = options.change(J)
             if shelf is not None:
                 shelf.put(turn * len(requests) + prompt, J[None])
             yield computed._replace(J=J)

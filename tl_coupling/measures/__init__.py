@@ -4,6 +4,13 @@ Pure tensors.
 """
 # ruff: noqa: F401
 
+from tl_coupling.measures.coordinates import (
+    Change,
+    Metric,
+    Without,
+    in_metric,
+    stream_metric,
+)
 from tl_coupling.measures.matrices import (
     Norm,
     Orientation,
@@ -46,7 +53,11 @@ from tl_coupling.measures.overlaps import (
     subspace_overlap,
     vector_alignment,
 )
-from tl_coupling.measures.removals import without_shared, without_top
+from tl_coupling.measures.removals import (
+    without_identity,
+    without_shared,
+    without_top,
+)
 
 __all__ = [
     "alignment_matrices",
@@ -54,6 +65,7 @@ __all__ = [
     "coupling_matrix",
     "draws_of_nuclear_overlap",
     "draws_of_random_subspaces",
+    "in_metric",
     "mean_random_coupling",
     "measure_of",
     "miscoupling",
@@ -62,8 +74,10 @@ __all__ = [
     "random_subspace_null",
     "rotation_null",
     "spectral_miscoupling",
+    "stream_metric",
     "subspace_overlap",
     "vector_alignment",
+    "without_identity",
     "without_shared",
     "without_top",
 ]

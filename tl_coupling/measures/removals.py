@@ -38,6 +38,30 @@ def without_top(
 
 
 @checked
+def without_identity(
+    J: Float[Tensor, "*batch d_model d_model"],
+) -> Float[Tensor, "*batch d_model d_model"]:
+    r"""Return Jacobians without their best multiple of the identity.
+
+    .. math:: J - \frac{\operatorname{tr} J}{d} I
+
+    It is what is left when the multiple that is nearest in the Frobenius norm is taken
+    away: the part of a block that only scales the stream. A block that erases what it
+    reads has a negative multiple.
+
+    Example:
+        >>> J = torch.tensor([[3.0, 1.0], [0.0, 1.0]])
+        >>> tlc.measures.without_identity(J)
+        tensor([[ 1.,  1.],
+                [ 0., -1.]])
+    """
+    rest = J.clone()
+    diagonal = rest.diagonal(dim1=-2, dim2=-1)
+    diagonal -= diagonal.mean(-1, keepdim=True)
+    return rest
+
+
+@checked
 def without_shared(
     J: Float[Tensor, "n_layers d_model d_model"], r: Count
 ) -> Float[Tensor, "n_layers d_model d_model"]:

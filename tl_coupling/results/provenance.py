@@ -19,6 +19,9 @@ _MODEL_FACTS = (
     "hooks",
     # Of a block: what `part_coupling` compares.
     "part",
+    # Done to the Jacobians before they were compared.
+    "without",
+    "metric",
 )
 # None where it is not known: of streamed models, and of results of earlier versions.
 _UNKNOWN_IS_NONE = ("weights_digest",)
