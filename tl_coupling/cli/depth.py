@@ -1,6 +1,7 @@
 """The command that measures coupling across depth: depth."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,11 +12,13 @@ import typer
 from rich.table import Table
 
 import tl_coupling as tlc
+from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, Work, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
+    Changing,
     Choosing,
     Comparing,
     OneModel,
@@ -27,9 +30,10 @@ from tl_coupling.cli.options import (
 from tl_coupling.cli.tables import choices_table, coupling_table, plural
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name, write_table
+from tl_coupling.measures import Metric
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
-from tl_coupling.results import RANDOM_SUBSPACES
+from tl_coupling.results import RANDOM_SUBSPACES, changes_in_words
 from tl_coupling.statistics import Interval, t_interval
 from tl_coupling.studies.surveys import describe_pairs, joined, measures_of_maps
 
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 def depth(
     setup: OneModel,
     comparing: Comparing,
+    changing: Changing,
     prompts: Prompts,
     choosing: Choosing,
     position: Annotated[
@@ -86,6 +91,8 @@ def depth(
 
       tl-coupling depth --model smollm2-135m --untrained --all-measures --out choices
 
+      tl-coupling depth --without identity --untrained --out rest
+
       tl-coupling depth --model google/vit-base-patch16-224 --image cat.jpg --out vit
     """
     if maps:
@@ -95,6 +102,8 @@ def depth(
             "--prompts": prompts.prompts is not None,
             "--image": prompts.image is not None,
             "--position": position is not None,
+            "--without": changing.without is not None,
+            "--metric": changing.metric is not None,
             "--untrained": untrained,
             "--save-maps": save_maps,
             "--all-measures": choosing.all_measures,
@@ -113,7 +122,7 @@ def depth(
     has_maps_of_prompts = save_maps and len(selected_prompts) > 1
     maps_folder = out / "maps" if has_maps_of_prompts else None
     measurement = DepthMeasurement(
-        selected_prompts, comparing, choosing, position, maps_folder
+        selected_prompts, comparing, changing, choosing, position, maps_folder
     )
     with work_in(out) as work:
         runs = work.measured(setup, untrained, measurement.measure)
@@ -244,29 +253,30 @@ class DepthMeasurement:
 
     prompts: list[Prompt]
     comparing: Comparing
+    changing: Changing
     choosing: Choosing
     position: int | None
     maps_folder: Path | None
 
     def measure(self, run: Run) -> DepthOfRun:
         """Return the map and the readings of every prompt in one model."""
+        metric = None
+        if self.changing.metric is not None:
+            # Each prompt is traced once more for it: only its stream is needed.
+            traces = (self._traced(run, prompt) for prompt in self.prompts)
+            metric = tlc.measures.stream_metric(traces)
         n = len(self.prompts)
         # The bar of a single prompt counts its layers.
         prompts = self.prompts if n == 1 else run.bar("prompts", self.prompts)
-        measured = (self.measure_prompt(run, prompt) for prompt in prompts)
+        measured = (self.measure_prompt(run, prompt, metric) for prompt in prompts)
         return DepthOfRun.from_maps(n, measured)
 
     def measure_prompt(
-        self, run: Run, prompt: Prompt
+        self, run: Run, prompt: Prompt, metric: Metric | None
     ) -> tuple[CouplingMap, PromptReadings]:
         """Return the map of one prompt and what is read off it."""
-        try:
-            maps = self._maps(run, prompt)
-        except ValueError as error:
-            if len(self.prompts) == 1:
-                raise
-            # Of many prompts, the message must say which.
-            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+        with self._naming(prompt):
+            maps = self._maps(run, prompt, metric)
         coupling_map = maps[0]
         ks = self.comparing.up_to(coupling_map.k)
         off_diagonal = not self.choosing.diagonal
@@ -281,13 +291,31 @@ class DepthMeasurement:
         means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}
         return coupling_map, PromptReadings(prompt.id, means, choices)
 
-    def _maps(self, run: Run, prompt: Prompt) -> list[CouplingMap]:
+    def _traced(self, run: Run, prompt: Prompt) -> Trace:
+        with self._naming(prompt):
+            return run.trace(prompt)
+
+    @contextmanager
+    def _naming(self, prompt: Prompt) -> Iterator[None]:
+        """Say in an error which of many prompts it is about."""
+        try:
+            yield
+        except ValueError as error:
+            if len(self.prompts) == 1:
+                raise
+            raise ValueError(f"prompt {prompt.id!r}: {error}") from error
+
+    def _maps(
+        self, run: Run, prompt: Prompt, metric: Metric | None
+    ) -> list[CouplingMap]:
         """Return the map in each orientation; that which was asked for comes first."""
         maps = tlc.comparisons.depth_couplings(
             run.trace(prompt),
             self.comparing.largest,
             own_position(prompt, self.position),
             self._settings.orientations,
+            without=self.changing.without,
+            metric=metric,
             progress=partial(run.bar, "layers"),
         )
         return list(maps.values())
@@ -416,7 +444,10 @@ class DepthResults:
                 for k, (low, high) in self.null_intervals.items()
             )
             caption += f"\n95 % of {RANDOM_SUBSPACES}: {intervals}"
-        title = f"depth coupling 1 − m̃, mean over {self.pairs}"
+        subject = " ".join(
+            ["depth coupling", *changes_in_words(self.trained.provenance)]
+        )
+        title = f"{subject} 1 − m̃, mean over {self.pairs}"
         return coupling_table(
             title,
             caption,

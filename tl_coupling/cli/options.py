@@ -208,7 +208,27 @@ class Comparing:
 
 
 @dataclass(frozen=True)
-class Measuring(Comparing, Tracing):
+class Changing:
+    """What is done to Jacobians before they are compared."""
+
+    without: Annotated[
+        Literal["identity"] | None,
+        typer.Option(
+            help="Compare what is left of each block without its best multiple of the "
+            "identity. [whole blocks]"
+        ),
+    ] = None
+    metric: Annotated[
+        Literal["stream"] | None,
+        typer.Option(
+            help="Compare blocks in coordinates in which the residual stream of all "
+            "prompts has the same size in every direction. [the model's own]"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Measuring(Comparing, Changing, Tracing):
     """How prompts are measured."""
 
     position: Position = -1
@@ -222,6 +242,8 @@ class Measuring(Comparing, Tracing):
             orientation=self.orientation,
             final_norm=self.final_norm,
             prepend_bos=self.prepend_bos,
+            without=self.without,
+            metric=self.metric,
         )
 
 

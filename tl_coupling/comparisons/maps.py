@@ -33,7 +33,7 @@ from tl_coupling.measures import (
     rotation_null,
     seeded,
 )
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, changes_in_words
 from tl_coupling.spectra import check_k
 from tl_coupling.statistics import Interval
 
@@ -536,8 +536,9 @@ class CouplingMap(Saved):
         n_rows, n_cols = self.matrices.shape[:2]
         # A single connection meets itself alone, and has a mean over that pair only.
         has_other_pairs = not self.own_pairs().all()
+        changes = "".join(f"{words}, " for words in changes_in_words(self.provenance))
         return (
-            f"{self.kind}, {n_rows}×{n_cols} pairs, {self.orientation}, k≤{self.k}, "
+            f"{self.kind}, {n_rows}×{n_cols} pairs, {self.orientation}, {changes}k≤{self.k}, "
             f"n_prompts={self.n_prompts}; at k={self.k}: "
             f"mean coupling {self.mean(off_diagonal=has_other_pairs):.3f}, "
             f"null {self.null():.3f}"

@@ -25,7 +25,7 @@ from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import plain
 from tl_coupling.measures import AnyMeasure, measure_named
-from tl_coupling.results import RANDOM_SUBSPACES
+from tl_coupling.results import RANDOM_SUBSPACES, changes_in_words
 from tl_coupling.spectra import check_k
 
 # The widest that a figure may be, in inches: pages show it at 736 pixels, where letters
@@ -451,6 +451,9 @@ def map_heading(maps: Sequence[CouplingMap], k: int | None = None) -> str:
     # The paper's orientation is for the caption.
     if {result.orientation for result in maps} == {"vju"}:
         parts.append("V′JU")
+    changes = {tuple(changes_in_words(result.provenance)) for result in maps}
+    if len(changes) == 1:
+        parts += changes.pop()
     if k is not None:
         parts.append(f"k = {k}")
     subject = " · ".join(parts)

@@ -15,6 +15,7 @@ from tl_coupling.results.names import (
     TURNED_BLOCKS,
 )
 from tl_coupling.results.provenance import (
+    changes_in_words,
     check_alike,
     check_one_model,
     common_facts,

@@ -59,6 +59,16 @@ def differing_facts(
     return differing
 
 
+def changes_in_words(provenance: Provenance) -> list[str]:
+    """Say what was done to the Jacobians before they were compared."""
+    words = []
+    if without := provenance.get("without"):
+        words.append(f"without the {without}")
+    if provenance.get("metric"):
+        words.append("in another metric")
+    return words
+
+
 def check_alike(
     first: Provenance,
     other: Provenance,

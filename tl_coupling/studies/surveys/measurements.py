@@ -8,6 +8,7 @@ from torch import nn
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import depth_couplings
+from tl_coupling.measures import Metric, stream_metric
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, Prompts, as_prompts, naming_prompt
@@ -102,19 +103,38 @@ def measured_prompts(
     again.
     """
 
+    metric = None
+    if settings.metric is not None:
+        # Of all prompts, and so known only when each was traced once.
+        metric = stream_metric(_traced(model, prompt, settings) for prompt in prompts)
+
     def measure(traced: Trace) -> "xarray.Dataset":
-        return _measure_prompt(traced, settings)
+        return _measure_prompt(traced, settings, metric)
 
     return measure_each_prompt(model, prompts, settings, measure, progress, kept)
 
 
-def _measure_prompt(traced: Trace, settings: Settings) -> "xarray.Dataset":
+def _traced(model: nn.Module, prompt: Prompt, settings: Settings) -> Trace:
+    with naming_prompt(prompt):
+        return trace(
+            model,
+            prompt,
+            prepend_bos=settings.prepend_bos,
+            final_norm=settings.final_norm,
+        )
+
+
+def _measure_prompt(
+    traced: Trace, settings: Settings, metric: Metric | None
+) -> "xarray.Dataset":
     """Return every measure of one traced prompt; each Jacobian is computed once."""
     maps = depth_couplings(
         traced,
         settings.largest(traced.d_model),
         settings.position,
         settings.orientations,
+        without=settings.without,
+        metric=metric,
         # `iter` shows no bar: there is one for the prompts.
         progress=iter,
     )
@@ -147,13 +167,8 @@ def measure_each_prompt(
         _check_lengths(model, prompts, settings)
 
     def measure_prompt(prompt: Prompt) -> "xarray.Dataset":
+        traced = _traced(model, prompt, settings)
         with naming_prompt(prompt):
-            traced = trace(
-                model,
-                prompt,
-                prepend_bos=settings.prepend_bos,
-                final_norm=settings.final_norm,
-            )
             return measure(traced)
 
     # `map` is lazy: each prompt is measured when it is asked for, so that `kept` can

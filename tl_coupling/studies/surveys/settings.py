@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from tl_coupling.arguments import Count, checked, made_by
-from tl_coupling.measures import MeasureName, Norm, Orientation
+from tl_coupling.measures import MeasureName, Norm, Orientation, Without
 from tl_coupling.trajectories import Window
 
 PAPER_PROMPT = "What is the capital of France? The capital is"
@@ -53,6 +54,10 @@ class Settings:
             `dynamics.products`, whose 20 draws take longer than coupling.
         carriers: whether the shares of attention and MLP are measured too, at the
             smallest k; see `carriers`.
+        without: as in `depth_coupling`: `"identity"` for coupling of what is left
+            without multiples of the identity.
+        metric: `"stream"` for coupling in `measures.stream_metric` of the prompts that
+            are measured together, in each model's own stream.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)
@@ -74,6 +79,8 @@ class Settings:
     diagonal: bool = False
     dynamics: bool = False
     carriers: bool = False
+    without: Without | None = None
+    metric: Literal["stream"] | None = None
 
     def __post_init__(self) -> None:
         if not _are_different(self.k):
@@ -110,7 +117,7 @@ class Settings:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
-        for added_later in ("dynamics", "carriers"):
+        for added_later in ("dynamics", "carriers", "without", "metric"):
             # Surveys that are older than these settings go on.
             if not plan[added_later]:
                 del plan[added_later]
