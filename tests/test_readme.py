@@ -265,7 +265,7 @@ def test_what_is_not_run_says_why() -> None:
             "the hub",
             "the hub, and SLURM",
             "a dask cluster",
-            "a trainer",
+            "tensorboard",
             "peft",
             "W&B",
             "TransformerLens 3.9",

@@ -3,6 +3,7 @@ that is disabled and a writer that writes down what it gets.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,3 +72,15 @@ def test_tensorboard_gets_every_number_of_a_measured_step(
     assert names >= {"coupling/mean", "coupling/seconds"}
     means = coupling.to_dataset()["mean_coupling"].values.ravel()
     assert [v for name, v, _ in written if name == "coupling/mean"] == list(means)
+
+
+def test_trainers_reports_have_the_names_that_the_page_says() -> None:
+    from transformers.integrations.integration_utils import rewrite_logs
+
+    page = (pages.ROOT / "docs/how-to/training.md").read_text()
+    named = set(re.findall(r"`(train/coupling/\w+)`", page))
+    assert len(named) == 2
+    blocks = [torch.nn.TransformerEncoderLayer(16, 2, 32, norm_first=True)] * 2
+    network = torch.nn.Sequential(*blocks)
+    measured = tlc.training.measure(blocks, lambda: network(torch.randn(5, 1, 16)), k=4)
+    assert named <= set(rewrite_logs(measured.logs()))
