@@ -444,9 +444,7 @@ class DepthResults:
                 for k, (low, high) in self.null_intervals.items()
             )
             caption += f"\n95 % of {RANDOM_SUBSPACES}: {intervals}"
-        subject = " ".join(
-            ["depth coupling", *changes_in_words(self.trained.provenance)]
-        )
+        subject = " ".join(["depth coupling", *changes_in_words(self.first.provenance)])
         title = f"{subject} 1 − m̃, mean over {self.pairs}"
         return coupling_table(
             title,
