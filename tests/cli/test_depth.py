@@ -227,6 +227,25 @@ def test_the_embedded_model_beats_null_and_twin(
     }
 
 
+def test_what_is_done_to_jacobians_is_an_option(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    """The map is that of `depth_coupling`, in the metric of both prompts' streams."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "w3 w4"}\n{"prompt": "w5 w6 w7"}\n')
+    options = {"model": folder_model, "prompts": file, "k": [4]}
+    options |= {"without": "identity", "metric": "stream"}
+    done = call("depth", **options, out=tmp_path / "out")
+    assert "without the identity" in done.out
+    model = tlc.load_model(str(folder_model))
+    traces = [tlc.trace(model, text) for text in ("w3 w4", "w5 w6 w7")]
+    M = tlc.measures.stream_metric(traces)
+    expected = tlc.mean_depth_coupling(traces, 4, without="identity", metric=M)
+    found = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
+    torch.testing.assert_close(found.coupling(), expected.coupling())
+    assert found.provenance["metric"] == expected.provenance["metric"]
+
+
 def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> None:
     """With the twin, over two prompts; the orientation that was asked for is that of
     the maps.

@@ -272,6 +272,24 @@ def test_settings_reach_the_measures(model, settings: Settings) -> None:
     assert data.attrs["orientation"] == settings.orientation
 
 
+def test_changes_of_jacobians_reach_the_measures(model) -> None:
+    """Coupling without multiples of the identity, in the metric of all prompts."""
+    settings = Settings(k=(3,), without="identity", metric="stream")
+    data = measure_prompts(model, PROMPTS, settings)
+    traces = [tlc.trace(model, prompt.prompt) for prompt in PROMPTS]
+    M = tlc.measures.stream_metric(traces)
+    for prompt, traced in zip(PROMPTS, traces, strict=True):
+        J = tlc.measures.without_identity(tlc.block_jacobians(traced))
+        expected = tlc.comparisons.jacobian_coupling(tlc.measures.in_metric(J, M), 3)
+        np.testing.assert_allclose(
+            data["coupling"].sel(prompt=prompt.id, k=3), expected.coupling(), rtol=1e-5
+        )
+    assert settings.as_plan()["metric"] == "stream"
+    assert "metric" not in Settings(k=(3,)).as_plan()
+    with pytest.raises(ValueError, match="leave `prompts_per_unit` out"):
+        tlc.Survey("gpt2", PROMPTS, settings=settings, prompts_per_unit=1)
+
+
 @pytest.mark.parametrize(
     ("n_layers", "wanted", "width"), [(1, 11, 1), (4, 11, 3), (5, 11, 5), (5, 3, 3)]
 )

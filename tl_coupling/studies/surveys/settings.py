@@ -56,8 +56,8 @@ class Settings:
             smallest k; see `carriers`.
         without: as in `depth_coupling`: `"identity"` for coupling of what is left
             without multiples of the identity.
-        metric: `"stream"` for coupling in `measures.stream_metric` of the prompts that
-            are measured together, in each model's own stream.
+        metric: `"stream"` for coupling in `measures.stream_metric` of all prompts, in
+            each model's own stream.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)

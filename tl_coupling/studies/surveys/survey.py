@@ -119,6 +119,11 @@ class Survey:
             for name, source in sources.items()
         }
         self._check_models(models)
+        if self.settings.metric is not None and self.prompts_per_unit is not None:
+            raise ValueError(
+                'the metric "stream" is of all prompts of a model, which are then one '
+                "unit: leave `prompts_per_unit` out"
+            )
         self._check_untrained()
         self._check_checkpoints(list(models))
         # The way that frozen dataclasses leave open to their own initialisation.
