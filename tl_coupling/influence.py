@@ -4,7 +4,7 @@ at one token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from einops import rearrange
 from jaxtyping import Float
@@ -20,8 +20,11 @@ from tl_coupling.jacobians import (
     chosen_layers,
 )
 from tl_coupling.progress import Progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import effective_rank, participation_ratio
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["Influence", "cross_token_influence"]
 
@@ -67,6 +70,21 @@ class Influence(Saved):
     provenance: dict[str, Any]
     DIMS: ClassVar = dict.fromkeys(INFLUENCE_MEASURES, "layer source_position")
     DIMS |= {"layers": "layer", "source_positions": "source_position"}
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each layer and source token.
+
+        Example:
+            >>> table = tlc.cross_token_influence(trace, 3).to_dataframe()
+            >>> list(table)[:3], len(table)
+            (['layer', 'source_position', 'frobenius_norm'], 8)
+        """
+        columns: dict[str, tuple[str, Tensor]] = {
+            name: ("layer source_position", getattr(self, name))
+            for name in INFLUENCE_MEASURES
+        }
+        axes = {"layer": self.layers, "source_position": self.source_positions}
+        return tidy_table(columns, axes, self.provenance)
 
     def _summary(self) -> str:
         n_layers, n_sources = self.frobenius_norm.shape

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from tl_coupling.arguments import Count, checked, made_by, warn_caller
 from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
-from tl_coupling.results import Saved, check_alike, check_one_model
+from tl_coupling.results import Saved, check_alike, check_one_model, tidy_table
 from tl_coupling.statistics import (
     LEVEL,
     Difference,
@@ -22,6 +22,9 @@ from tl_coupling.statistics import (
     paired_difference,
     unpaired_difference,
 )
+
+if TYPE_CHECKING:
+    import pandas
 
 _SEVERAL_MAPS = "a coupling map, or maps of several prompts in a list or a generator"
 
@@ -106,6 +109,33 @@ class Comparison(Saved):
     def differing(self, level: float = 1 - LEVEL) -> Bool[Tensor, "n_rows n_cols"]:
         """Say which pairs differ, by `corrected_p` below a level."""
         return self.corrected_p < level
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each pair of layers.
+
+        Columns are `first` and `second`, means over the prompts of a and of b,
+        `difference` with `low` and `high`, and `corrected_p`.
+
+        Example:
+            >>> maps = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
+            >>> table = tlc.compare(maps, maps, k=2).to_dataframe()
+            >>> list(table)[:5], len(table)
+            (['row_layer', 'col_layer', 'first', 'second', 'difference'], 4)
+        """
+        pairs = "row_layer col_layer"
+        columns = {
+            "first": (pairs, self.values[0]),
+            "second": (pairs, self.values[1]),
+            "difference": (pairs, self.differences),
+            "low": (pairs, self.intervals[0]),
+            "high": (pairs, self.intervals[1]),
+            "corrected_p": (pairs, self.corrected_p),
+        }
+        axes = {"row_layer": self.row_layers, "col_layer": self.col_layers}
+        first, second = self.names
+        return tidy_table(columns, axes, {}).assign(
+            first_model=first, second_model=second
+        )
 
     @property
     def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:

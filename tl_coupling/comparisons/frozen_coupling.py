@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -22,8 +22,11 @@ from tl_coupling.jacobians import (
 )
 from tl_coupling.measures import Orientation, nan_where_zero
 from tl_coupling.progress import Progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import fitting_k
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @made_by("comparisons.frozen_coupling(trace)")
@@ -79,6 +82,25 @@ class FrozenCoupling(Saved):
     def frozen(self) -> CouplingMap:
         """The map of their frozen Jacobians."""
         return self._map(1, {**self.provenance, "function": "frozen"})
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each pair of layers, at the largest k.
+
+        `difference` is that of the layer of the Jacobian.
+
+        Example:
+            >>> table = tlc.comparisons.frozen_coupling(trace, k=4).to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['row_layer', 'col_layer', 'full', 'frozen'], 4)
+        """
+        columns = {
+            "full": ("row_layer col_layer", self.full.coupling()),
+            "frozen": ("row_layer col_layer", self.frozen.coupling()),
+            "null": ("", torch.tensor(self.full.null())),
+            "difference": ("row_layer", self.differences),
+        }
+        axes = {"row_layer": self.layers, "col_layer": self.layers}
+        return tidy_table(columns, axes, self.provenance)
 
     def _map(self, i: int, provenance: dict[str, Any]) -> CouplingMap:
         positions = (self.position,) * len(self.layers)

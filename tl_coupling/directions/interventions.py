@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,10 @@ from tl_coupling.blocks import Trace, spliced_modules
 from tl_coupling.directions.projections import Projection
 from tl_coupling.jacobians import Connection, block_directions
 from tl_coupling.models import weights_digest
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
+
+if TYPE_CHECKING:
+    import pandas
 
 Side = Literal["read", "write"]
 HookFunction = Callable[..., Tensor]
@@ -132,6 +135,18 @@ class Directions(Saved):
         return cls(
             vectors, layer, side, {"model": name, "own": True, "directions": name}
         )
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each direction and entry of the stream.
+
+        Example:
+            >>> table = tlc.directions.directions_of(trace, 1, k=3).to_dataframe()
+            >>> list(table)[:3], len(table)
+            (['direction', 'd_model', 'value'], 96)
+        """
+        columns = {"value": ("direction d_model", self.vectors)}
+        table = tidy_table(columns, {}, self.provenance)
+        return table.assign(hook_point=self.hook_point)
 
     @property
     def hook_point(self) -> str:

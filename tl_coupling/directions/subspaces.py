@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -32,7 +32,10 @@ from tl_coupling.directions.random_directions import frames
 from tl_coupling.jacobians import Decomposed, JacobianOptions
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
+
+if TYPE_CHECKING:
+    import pandas
 
 Weights = Literal["equal", "coupling"]
 SIDES: tuple[Side, ...] = ("read", "write")
@@ -203,6 +206,32 @@ class Subspace(Saved):
     def rank(self) -> int:
         """How many directions each side has."""
         return self.bases.shape[2]
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each side and direction.
+
+        Columns are `eigenvalue`, the mean and the largest of random frames,
+        `null_eigenvalue` and `null_largest`, and `cosine`, the principal cosine of the
+        two halves of the prompts, which belongs to no single direction.
+
+        Example:
+            >>> traces = [tlc.trace(model, prompt) for prompt in prompts]
+            >>> table = tlc.directions.shared_subspace(traces, 2, k=4).to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['side', 'direction', 'eigenvalue', 'null_eigenvalue'], 4)
+        """
+        null = self.null_eigenvalues
+        no_null = torch.full_like(self.eigenvalues, torch.nan)
+        columns = {
+            "eigenvalue": ("side direction", self.eigenvalues),
+            "null_eigenvalue": ("side direction", null.mean(1)),
+            "null_largest": (
+                "side direction",
+                null.amax(1) if null.shape[1] else no_null,
+            ),
+            "cosine": ("side direction", self.cosines),
+        }
+        return tidy_table(columns, {"side": SIDES}, self.provenance)
 
     @property
     def default_side(self) -> Side:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +23,11 @@ from tl_coupling.jacobians import (
     named_layers,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import parallel_map
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @made_by("dynamics.eigenvalues(trace)")
@@ -84,6 +87,30 @@ class Eigenvalues(Saved):
         "largest_symmetric": "layer",
         "layers": "layer",
     }
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each layer and eigenvalue.
+
+        Numbers of a layer, those of the null means over its draws, are the same in all
+        its rows.
+
+        Example:
+            >>> table = tlc.dynamics.eigenvalues(trace).to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['layer', 'eigenvalue', 'real', 'imaginary'], 64)
+        """
+        columns = {
+            **{
+                name: ("layer eigenvalue", getattr(self, name))
+                for name in ("real", "imaginary", "null_real", "null_imaginary")
+            },
+            "henrici": ("layer", self.henrici),
+            "null_henrici": ("layer", self.null_henrici.mean(0)),
+            "complex_share": ("layer", self.complex_share),
+            "null_complex_share": ("layer", self.null_complex_share.mean(0)),
+            "largest_symmetric": ("layer", self.largest_symmetric),
+        }
+        return tidy_table(columns, {"layer": self.layers}, self.provenance)
 
     def _summary(self) -> str:
         return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -20,7 +20,10 @@ from tl_coupling.dynamics.usable_jacobians import check_steps, usable_jacobians
 from tl_coupling.jacobians import block_jacobians, chosen_layers
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @made_by("dynamics.product_map(trace)")
@@ -57,6 +60,23 @@ class ProductMap(Saved):
         "null_log_largest": "draw last first",
         "layers": "first",
     }
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each last block and each first one before it.
+
+        Example:
+            >>> table = tlc.dynamics.product_map(trace).to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['last', 'first', 'log_largest', 'alignment_gain'], 3)
+        """
+        columns = {
+            "log_largest": ("last first", self.log_largest),
+            "alignment_gain": ("last first", self.alignment_gain),
+        }
+        axes = {"last": self.layers, "first": self.layers}
+        table = tidy_table(columns, axes, self.provenance)
+        # No product begins behind its end.
+        return table.dropna(subset="log_largest", ignore_index=True)
 
     def _summary(self) -> str:
         return (

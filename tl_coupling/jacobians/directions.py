@@ -1,7 +1,7 @@
 """Directions that a block reads and writes, with the hook points where they live."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -11,8 +11,11 @@ from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.budget import JacobianOptions
 from tl_coupling.jacobians.connections import Connection
 from tl_coupling.jacobians.decomposed import decompose
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import check_k
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @made_by("jacobians.block_directions(trace, layer)")
@@ -48,6 +51,21 @@ class BlockDirections(Saved):
     write_hook_point: str
     provenance: dict[str, Any]
     DIMS: ClassVar = {"read": "d_model i", "write": "d_model i", "gains": "i"}
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each direction and entry of the stream.
+
+        Example:
+            >>> table = tlc.jacobians.block_directions(trace, 1, k=4).to_dataframe()
+            >>> list(table)[:5], len(table)
+            (['direction', 'd_model', 'gain', 'read', 'write'], 128)
+        """
+        columns = {
+            "gain": ("direction", self.gains),
+            "read": ("direction d_model", self.read.mT),
+            "write": ("direction d_model", self.write.mT),
+        }
+        return tidy_table(columns, {}, self.provenance)
 
     def _summary(self) -> str:
         return (

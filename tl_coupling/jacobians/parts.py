@@ -4,7 +4,7 @@ attention adds.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +18,10 @@ from tl_coupling.blocks import (
 )
 from tl_coupling.jacobians.connections import Connection, Function
 from tl_coupling.jacobians.jacobians import measured
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @made_by("block_parts(trace, layer)")
@@ -56,6 +59,25 @@ class BlockParts(Saved):
         if label not in self.labels:
             raise KeyError(f"{label!r} is not one of {', '.join(self.labels)}")
         return self.matrices[self.labels.index(label)]
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each component, with the Frobenius norm of
+        its Jacobian and its share `⟨J_c, J⟩ / ‖J‖²` of that of the block.
+
+        Shares sum to 1; what works against the others has a negative one.
+
+        Example:
+            >>> table = tlc.block_parts(trace, layer=1).to_dataframe()
+            >>> list(table)[:3], round(float(table["share"].sum()), 3)
+            (['component', 'frobenius_norm', 'share'], 1.0)
+        """
+        J = self.matrices.double().sum(0)
+        products = (self.matrices.double() * J).sum((1, 2))
+        columns = {
+            "frobenius_norm": ("component", self.matrices.norm(dim=(1, 2))),
+            "share": ("component", products / J.square().sum()),
+        }
+        return tidy_table(columns, {"component": self.labels}, self.provenance)
 
     def _summary(self) -> str:
         labels = ", ".join(self.labels)

@@ -23,5 +23,6 @@ from tl_coupling.results.provenance import (
     joined_provenance,
 )
 from tl_coupling.results.saved import Saved
+from tl_coupling.results.tables import tidy_table
 
 __all__ = ["Saved"]

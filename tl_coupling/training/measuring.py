@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace, trace_modules
 from tl_coupling.comparisons import CouplingMap, depth_coupling
 from tl_coupling.trajectories import expodistance, line_shape_score
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,21 @@ class CouplingOfStep:
     expodistance: float
     depth: CouplingMap
     trace: Trace
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return the table of the map, with the numbers of the token's path in each row.
+
+        Example:
+            >>> Layer = torch.nn.TransformerEncoderLayer
+            >>> blocks = [Layer(16, 2, 32, norm_first=True) for _ in range(3)]
+            >>> network, x = torch.nn.Sequential(*blocks), torch.randn(5, 1, 16)
+            >>> step = tlc.training.measure(blocks, lambda: network(x), k=4)
+            >>> len(step.to_dataframe()), "expodistance" in step.to_dataframe()
+            (36, True)
+        """
+        return self.depth.to_dataframe().assign(
+            line_shape_score=self.line_shape_score, expodistance=self.expodistance
+        )
 
     def logs(self) -> dict[str, float]:
         """Return the numbers by the names under which they are logged."""

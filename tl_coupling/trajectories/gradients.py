@@ -4,7 +4,7 @@ Source: Aubry et al. 2025, section 6.2.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -14,9 +14,13 @@ from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection, JacobianOptions, passing
 from tl_coupling.progress import Progress
+from tl_coupling.results import tidy_table
 from tl_coupling.spectra import check_k, svd
 from tl_coupling.trajectories.predictions import middle_layer
 from tl_coupling.trajectories.shapes import direction_cosine
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @checked
@@ -95,6 +99,22 @@ class GradientPrediction:
     def cosine_similarity(self) -> Float[Tensor, " n_layers_plus_1"]:
         """Cosine of the angle between the two, at each depth."""
         return direction_cosine(self.exact, self.coupled)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each depth.
+
+        Example:
+            >>> error = torch.ones(trace.d_model)
+            >>> table = tlc.trajectories.gradient_prediction(trace, error, k=8).to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['depth', 'exact_norm', 'coupled_norm', 'cosine_similarity'], 3)
+        """
+        columns = {
+            "exact_norm": ("depth", self.exact.norm(dim=-1)),
+            "coupled_norm": ("depth", self.coupled.norm(dim=-1)),
+            "cosine_similarity": ("depth", self.cosine_similarity),
+        }
+        return tidy_table(columns, {}, self.provenance)
 
     def __repr__(self) -> str:
         # Rows go from depth 0 to L, the gradient the other way.

@@ -6,7 +6,7 @@ Source: Aubry et al. 2025.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -17,9 +17,12 @@ from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import Connection, JacobianOptions, block_jvp, passing
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import check_k, svd
 from tl_coupling.trajectories.shapes import direction_cosine
+
+if TYPE_CHECKING:
+    import pandas
 
 Prediction = Literal["one_step", "product", "closed_form", "previous", "input"]
 PREDICTIONS: tuple[Prediction, ...] = get_args(Prediction)
@@ -123,6 +126,33 @@ class Linearisation(Saved):
         It is NaN, with a warning, where either is zero.
         """
         return direction_cosine(self.predicted(prediction), self.trajectory[1:])
+
+    @property
+    def predictions(self) -> list[Prediction]:
+        """Names of the predictions that were made, and of the baselines."""
+        return [
+            name
+            for name in PREDICTIONS
+            if name != "closed_form" or self.closed_form is not None
+        ]
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each prediction and layer.
+
+        Example:
+            >>> linear = tlc.trajectories.linearisation(trace, closed_form=False)
+            >>> table = linear.to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['prediction', 'layer', 'relative_error', 'cosine_similarity'], 8)
+        """
+        names = self.predictions
+        errors = torch.stack([self.relative_error(name) for name in names])
+        cosines = torch.stack([self.cosine_similarity(name) for name in names])
+        columns = {
+            "relative_error": ("prediction layer", errors),
+            "cosine_similarity": ("prediction layer", cosines),
+        }
+        return tidy_table(columns, {"prediction": names}, self.provenance)
 
     def _summary(self) -> str:
         # The closed form is the one part that may be missing.
@@ -324,6 +354,18 @@ class Perturbation(Saved):
     def mean(self) -> Float[Tensor, "n_scales n_layers_plus_1"]:
         """Mean similarity over the samples."""
         return self.cosine_similarity.mean(1)
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each scale, sample of the noise and depth.
+
+        Example:
+            >>> noisy = tlc.trajectories.perturbation(trace, (0.1, 1.0), n_samples=2)
+            >>> table = noisy.to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['scale', 'sample', 'depth', 'cosine_similarity'], 12)
+        """
+        columns = {"cosine_similarity": ("scale sample depth", self.cosine_similarity)}
+        return tidy_table(columns, {"scale": self.scales}, self.provenance)
 
     def _summary(self) -> str:
         n_scales, n_samples, n_depths = self.cosine_similarity.shape

@@ -19,7 +19,7 @@ depth of one network, and as 1/L among networks of L layers that grow alike.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -34,7 +34,7 @@ from tl_coupling.measures import (
     vector_alignment,
 )
 from tl_coupling.progress import Progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import (
     DEFAULT_K,
     InverseSingularValueFit,
@@ -43,6 +43,9 @@ from tl_coupling.spectra import (
     tail_energy,
 )
 from tl_coupling.trajectories import shapes
+
+if TYPE_CHECKING:
+    import pandas
 
 AlignmentMeasure = Literal["vector_alignment", "subspace_overlap"]
 
@@ -120,6 +123,26 @@ class ResidualAlignment(Saved):
         if measure == "subspace_overlap":
             return self.k / d_model
         return 1 / d_model
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each pair of layers, in each order.
+
+        Columns are RA2 of the two and of the first alone, `within_…`, with what random
+        vectors give, and its RA3.
+
+        Example:
+            >>> result = tlc.trajectories.residual_alignment(trace, n_classes=4)
+            >>> table = result.to_dataframe()
+            >>> list(table)[:3], len(table)
+            (['layer', 'other_layer', 'vector_alignment'], 4)
+        """
+        columns: dict[str, tuple[str, Tensor]] = {}
+        for measure in get_args(AlignmentMeasure):
+            columns[measure] = ("layer other_layer", self.across_blocks(measure))
+            columns[f"within_{measure}"] = ("layer", self.within_blocks(measure))
+            columns[f"{measure}_null"] = ("", torch.tensor(self.null(measure)))
+        columns["tail_energy"] = ("layer", self.tail_energy)
+        return tidy_table(columns, {}, self.provenance)
 
     @property
     def tail_energy(self) -> Float[Tensor, " n_layers"]:

@@ -12,20 +12,19 @@ from tl_coupling.arguments import checked, made_by, warn_caller
 from tl_coupling.blocks import Trace
 from tl_coupling.models import JacobianLens
 from tl_coupling.progress import Progress
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import shapes
 from tl_coupling.trajectories.lenses import check_lens
 from tl_coupling.trajectories.predictions import (
-    PREDICTIONS,
     Linearisation,
     Perturbation,
-    Prediction,
     linearisation,
     perturbation,
 )
 
 if TYPE_CHECKING:
+    import pandas
     import xarray
 
 # Rows of the stream whose logits are in memory at a time.
@@ -110,6 +109,31 @@ class TrajectoryResult(Saved):
             values.attrs["units"] = _UNITS.get(str(name), "1")
         return dataset.assign_coords(self._coordinates())
 
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a tidy table: one row for each depth and token.
+
+        `step_length` is that of the step from this depth to the next, NaN at the last;
+        numbers of a token's whole path are the same in all its rows.
+
+        Example:
+            >>> result = tlc.trajectories.measure_trajectory(trace, noise=False)
+            >>> table = result.to_dataframe()
+            >>> list(table)[:4], len(table)
+            (['depth', 'token', 'norm', 'step_length'], 24)
+        """
+        no_step = torch.full_like(self.step_length[:1], torch.nan)
+        step_length = torch.cat([self.step_length, no_step])
+        columns = {
+            "norm": ("depth token", self.norm),
+            "step_length": ("depth token", step_length),
+        }
+        if self.logit_lens_entropy is not None:
+            columns["logit_lens_entropy"] = ("depth token", self.logit_lens_entropy)
+        columns |= {name: ("token", getattr(self, name)) for name in _TOKEN_MEASURES}
+        table = tidy_table(columns, {}, self.provenance)
+        texts = self._coordinates()["token_text"][1]
+        return table.assign(token_text=[texts[token] for token in table["token"]])
+
     def _coordinates(self) -> dict[str, Any]:
         """Return what stands along each axis of the dataset."""
         n_windows, n_pos = self.line_shape_score_windowed.shape
@@ -123,7 +147,7 @@ class TrajectoryResult(Saved):
             "token_text": ("token", list(texts)),
         }
         if self.linearisation is not None:
-            coordinates["prediction"] = _predictions(self.linearisation)
+            coordinates["prediction"] = self.linearisation.predictions
         return coordinates
 
     def _summary(self) -> str:
@@ -139,18 +163,9 @@ class TrajectoryResult(Saved):
         )
 
 
-def _predictions(linear: Linearisation) -> list[Prediction]:
-    """Return the names of the predictions that were made."""
-    return [
-        name
-        for name in PREDICTIONS
-        if name != "closed_form" or linear.closed_form is not None
-    ]
-
-
 def _accuracies(linear: Linearisation) -> dict[str, tuple[list[str], np.ndarray]]:
     """Return how good each prediction is at each layer."""
-    names = _predictions(linear)
+    names = linear.predictions
     errors = [linear.relative_error(name) for name in names]
     cosines = [linear.cosine_similarity(name) for name in names]
     axes = ["prediction", "layer"]

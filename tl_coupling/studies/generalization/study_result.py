@@ -100,6 +100,10 @@ class Generalization:
             f"  corrected for {len(self.familywise.table)} tests))"
         )
 
+    def to_dataframe(self) -> pandas.DataFrame:
+        """Return `table`: one row for each model, as every result has it."""
+        return self.table.copy()
+
     @property
     def slopes(self) -> pandas.DataFrame:
         """Return the slope over all models, on each subset, and with covariates held
