@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPTNeoXConfig
 
+import pages
 import tl_coupling as tlc
 from benchmarks import (
     across_tokens,
@@ -122,6 +123,16 @@ def test_each_length_of_prompt_has_a_file_of_its_own() -> None:
     }
     assert names
     assert all(expected.file_name(n_pos) == name for n_pos, name in names.items())
+
+
+def test_the_page_on_long_prompts_has_the_committed_figures() -> None:
+    results = table.read(Path(expected.__file__).parent / "results")
+    page = (pages.ROOT / "docs/how-to/long-prompts.md").read_text()
+    for name in ("expected_1024", "expected"):
+        run = results[name]["runs"][0]
+        assert run["model"] == "gpt2"
+        assert f"{run['seconds']:.1f} seconds" in page
+        assert f"{run['peak_mib'] / 2**10:.1f} GiB" in page
 
 
 @pytest.mark.parametrize(
