@@ -557,3 +557,37 @@ def test_one_trace_serves_all_tokens(model) -> None:
     finally:
         handle.remove()
     assert not runs
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (1, 2, 0)])
+def test_a_map_of_unknown_weights_hides_no_others_that_differ(
+    model, maps, tokenizer_folder, order
+) -> None:
+    """One without a digest, as of a streamed model, agrees with both of two models."""
+    other = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
+    unknown = dataclasses.replace(
+        maps[0], provenance=maps[0].provenance | {"weights_digest": None}
+    )
+    several = [
+        unknown,
+        maps[1],
+        tlc.depth_coupling(tlc.trace(other, PROMPTS[2]), K),
+    ]
+    shuffled = [several[i] for i in order]
+    message = "two models of different weights are both called"
+    with pytest.raises(ValueError, match=message):
+        tlc.mean_of_maps(shuffled)
+    with pytest.raises(ValueError, match=message):
+        tlc.compare(shuffled, maps, 2)
+    assert tlc.mean_of_maps([unknown, maps[1]]).n_prompts == 2
+
+
+def test_traces_of_unknown_weights_hide_no_others_that_differ(
+    model, tokenizer_folder
+) -> None:
+    other = tiny.bridge(tiny.huggingface_model("llama", 1), tokenizer_folder)
+    traces = [tlc.trace(model, prompt) for prompt in PROMPTS[:2]]
+    traces.append(tlc.trace(other, PROMPTS[2]))
+    traces[0].provenance["weights_digest"] = None
+    with pytest.raises(ValueError, match="two models of different weights"):
+        tlc.prompt_coupling(traces, k=2)

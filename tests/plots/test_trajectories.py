@@ -545,3 +545,12 @@ def test_every_picture_renders(tiny_trace: Trace):
     ]
     for picture in pictures:
         picture.draw_without_rendering()
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8, 32), (3, 1, 8, 32), (8, 32)])
+def test_a_stream_of_a_batch_is_refused_in_a_line(shape: tuple[int, ...]) -> None:
+    message = r"`trace` must have shape \[n_layers\+1 n_pos d_model\], got"
+    for stream in (torch.zeros(shape), {"model": torch.zeros(shape)}):
+        with pytest.raises(ValueError, match=message) as error:
+            plot_trajectories(stream)
+        assert "\n" not in str(error.value)

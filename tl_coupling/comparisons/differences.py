@@ -297,7 +297,7 @@ class _Side:
                 )
             # All other maps must be as the first is.
             side = side or cls(result, k)
-            check_one_model(side.provenance, result.provenance, name)
+            side.provenance = check_one_model(side.provenance, result.provenance, name)
             side.add(result, name, measure)
         if side is None:
             raise ValueError(f"`{name}` is empty: wanted {_SEVERAL_MAPS}")

@@ -22,6 +22,8 @@ class DifferentPrompts:
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._provenances: list[dict[str, Any]] = []
+        # What the next trace is compared with.
+        self._reference: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return len(self._names)
@@ -55,7 +57,9 @@ class DifferentPrompts:
     def add_traced(self, trace: Trace) -> None:
         """Take a traced prompt, as `add` does; ValueError for one of another model."""
         self._provenances.append(trace.provenance)
-        check_one_model(self._provenances[0], trace.provenance, "traces")
+        self._reference = check_one_model(
+            self._reference or trace.provenance, trace.provenance, "traces"
+        )
         # An image is told by what the model reads of it, before any block.
         content = trace.pixels
         if content is None and trace.is_streamed:

@@ -135,12 +135,13 @@ class MeanCouplingMap(CouplingMap):
         """Return the mean over prompts; over tokens of one where a position is given."""
         prompts: list[str | None] = []
         facts: list[Facts] = []
+        reference: Facts = {}
         means_of_maps: list[Tensor] = []
         moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
         for result in maps:
             _check_is_of_one_prompt(result)
             facts.append(_facts(result))
-            check_one_model(facts[0], facts[-1], "maps")
+            reference = check_one_model(reference or facts[0], facts[-1], "maps")
             check_alike(facts[0], facts[-1], _ALIKE, "the maps must have")
             prompts.append(result.provenance.get("prompt"))
             averaged = _averaged(result)

@@ -42,8 +42,9 @@ def plot_trajectories(
     tokens.
 
     Args:
-        trace: a traced prompt, or its residual stream; or several by name, of models or
-            checkpoints: a column each.
+        trace: a traced prompt, or its residual stream `[n_layers+1 n_pos d_model]`, of
+            a batch `stream[:, i]`; or several by name, of models or checkpoints: a
+            column each.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep"
             half. Where streams grow, the deep half looks like all depths, and the
             shallow half is lost in them: these two are the default.

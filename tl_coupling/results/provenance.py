@@ -89,8 +89,14 @@ def check_alike(
         raise ValueError(f"{wanted} the same {name}, {got}{hint and f'; {hint}'}")
 
 
-def check_one_model(first: Provenance, other: Provenance, argument: str) -> None:
+def check_one_model(
+    first: Provenance, other: Provenance, argument: str
+) -> dict[str, Any]:
     """Raise ValueError unless two provenances are of one model, traced in one way.
+
+    Returns what the next one is compared with: the first, with a digest that only the
+    other knows. Results without a digest agree with all others, and these need not
+    agree with each other.
 
     Args:
         first: the provenance of the first result.
@@ -105,6 +111,12 @@ def check_one_model(first: Provenance, other: Provenance, argument: str) -> None
             "take each alone, and give each a `label` of its own"
         )
     check_alike(first, other, _MODEL_FACTS, wanted, hint)
+    learned = {
+        name: other[name]
+        for name in _UNKNOWN_IS_NONE
+        if first.get(name) is None and other.get(name) is not None
+    }
+    return {**first, **learned}
 
 
 def joined_provenance(
