@@ -951,3 +951,22 @@ def test_on_real_measurements(tokenizer_folder):
         data["mean_coupling"].sel(k=8).mean("prompt").values[:, 0].tolist()
     )
     assert result.association.linear.n == 3
+
+
+def test_scores_under_other_names_are_renamed_as_the_warning_says() -> None:
+    """The models of the survey, two of which the scores call otherwise."""
+    data = survey(n_models=6)
+    scores = scores_of(data)
+    others = {"org/m1": "Org-M1", "org/m4": "their/m4"}
+    renamed = scores.assign(model=scores["model"].replace(others))
+    with pytest.warns(UserWarning, match=r"Org-M1, their/m4; .* NAME=MODEL"):
+        study = generalization_study(data, renamed, n_resamples=50)
+    assert study.association.linear.n == 4
+    back = renamed.assign(
+        model=renamed["model"].replace(
+            {theirs: ours for ours, theirs in others.items()}
+        )
+    )
+    expected = generalization_study(data, scores, n_resamples=50)
+    again = generalization_study(data, back, n_resamples=50)
+    assert again.association.linear.slope == expected.association.linear.slope

@@ -140,7 +140,9 @@ def checked_scores(
         if unknown := sorted(set(scores["model"]) - set(models)):
             warn_caller(
                 f"scores of models that were not measured: {', '.join(unknown)}; "
-                f"measured: {', '.join(models)}"
+                f"measured: {', '.join(models)}; where these are the same, replace the "
+                "names in the scores, or name models in the survey by a mapping "
+                "(`Survey({name: model})`, `--model NAME=MODEL`)"
             )
         scores = scores[scores["model"].isin(models)]
     n_scored = scores.loc[scores[score].notna(), "model"].nunique()
