@@ -541,6 +541,8 @@ def study(arguments: argparse.Namespace) -> None:
         table = table_of(runs)
         save = partial(table.to_csv, index=False, float_format="%.5g")
         paths = [write_atomically(out / "measured.csv", save)]
+        # As `--table` reads it, so that both print the same.
+        table = pandas.read_csv(paths[0])
         tables = tables_of(table)
         print_report(tables)
         for name, of_name in tables.items():

@@ -1,0 +1,91 @@
+"""The study of what coupling is made of: its changes on Jacobians that are known."""
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+import composition
+import tiny
+import tl_coupling as tlc
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def traces(tokenizer_folder):
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    return [tlc.trace(model, f"w{i} w{i + 3} w{2 * i} w7") for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def changed(traces):
+    J = tlc.block_jacobians(traces[0])
+    metric = tlc.measures.stream_metric(traces[1:], 0.01)
+    generator = torch.Generator().manual_seed(0)
+    return J, metric, composition.changes(J, metric, traces[1:], generator)
+
+
+def test_what_is_left_without_large_directions_is_orthogonal_to_them(traces, changed):
+    J, _, changes = changed
+    rest = changes["without large directions"]
+    rows = np.concatenate([t.residual[:, 1:].flatten(0, 1).numpy() for t in traces[1:]])
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    largest = np.argsort((unit**2).mean(0))[-composition.N_LARGEST :]
+    assert rest[:, largest].abs().max() < 1e-5
+    assert rest[:, :, largest].abs().max() < 1e-5
+    mean = torch.from_numpy(unit.mean(0))
+    assert (rest @ mean).abs().max() < 1e-5
+    assert (mean @ rest).abs().max() < 1e-5
+    assert torch.linalg.matrix_rank(rest).tolist() == [
+        J.shape[-1] - composition.N_LARGEST - 1
+    ] * len(J)
+
+
+def test_turned_blocks_keep_their_singular_values_and_identity_alone_its_multiple(
+    changed,
+):
+    J, _, changes = changed
+    torch.testing.assert_close(
+        torch.linalg.svdvals(changes["turned"]), torch.linalg.svdvals(J)
+    )
+    multiples = J.diagonal(dim1=1, dim2=2).mean(1)
+    rest = changes["identity alone"] - multiples[:, None, None] * torch.eye(J.shape[-1])
+    torch.testing.assert_close(
+        torch.linalg.svdvals(rest), torch.linalg.svdvals(changes["without identity"])
+    )
+
+
+def test_planted_blocks_are_alike_in_the_metric_alone(changed):
+    _, _, changes = changed
+    whitened = tlc.comparisons.jacobian_coupling(changes["planted, whitened"], K)
+    assert whitened.mean() > 0.99
+    raw = tlc.comparisons.jacobian_coupling(changes["planted"], K)
+    assert raw.mean() < whitened.mean()
+
+
+def test_overlap_of_pairs_is_minus_1_for_blocks_that_erase():
+    J = -torch.diag(torch.linspace(1, 2, 16)).expand(3, 16, 16)
+    assert composition.mean_overlap_of_pairs(J) == pytest.approx(-1)
+
+
+def test_tables_say_where_whitening_lies_among_turned_metrics():
+    rows = []
+    for text in ("a", "b"):
+        for change, value in (("raw", 0.2), ("without identity", 0.1)):
+            rows.append((text, change, 0, value))
+        rows.append((text, composition.WHITENED, 0, 0.01))
+        rows += [
+            (text, composition.AT_RANDOM, draw, 0.05 + 0.001 * draw)
+            for draw in range(20)
+        ]
+    names = ["text", "change", "draw", "coupling"]
+    table = pandas.DataFrame(rows, columns=names).assign(model="trained")
+    said = composition.beside_random_metrics(table)
+    assert "p that whitening is no lower: 0.048" in said
+    assert "(0.0500 to 0.0690)" in said
+    # One draw below it.
+    low = (table["change"] == composition.AT_RANDOM) & (table["draw"] == 3)
+    table.loc[low, "coupling"] = 0.0
+    assert "lower: 0.095" in composition.beside_random_metrics(table)
+    assert composition.share_of_identity(table).endswith("0.5")

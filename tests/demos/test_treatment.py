@@ -1,0 +1,273 @@
+"""The study of the treatment: its terms and placebos, and the sentence of each planted
+outcome.
+"""
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+import xarray
+from scipy import stats
+
+import small_models
+import tl_coupling as tlc
+import treatment
+import treatment_report as report
+
+OPTIONS = (
+    "--seeds 2 --other-seeds 2 --little 512 --width 16 --n-layers 2 --steps 24 "
+    "--warmup 2 --vocabulary 300 --n-ctx 16 --windows 4 --held-out 4 --passages 1 "
+    "--evaluate 4 --measure 12 --k 4 --jobs 1 --parts little identity"
+)
+N_SEEDS = 16
+STEPS = np.arange(0, 101, 10)
+ARMS = [
+    report.ALONE,
+    "up",
+    "down",
+    *[f"{kind} {arm}" for kind in ("placebo", "twisted") for arm in ("up", "down")],
+]
+
+
+def planted(effects: Mapping[str, float], noise: float = 0.01) -> pandas.DataFrame:
+    """Models whose training loss falls from 4 to 2 and whose held-out loss stays 1 above,
+    but for the effect of their arm; *up* is coupled more.
+    """
+    rng = np.random.default_rng(0)
+    tables = []
+    for seed in range(N_SEEDS):
+        of_seed = noise * rng.standard_normal()
+        for arm in ARMS:
+            shift = effects.get(arm, 0.0) + of_seed + noise * rng.standard_normal()
+            training = 4 - STEPS / 50
+            table = pandas.DataFrame({"step": STEPS, "loss_training": training})
+            table["loss_held_out"] = training + 1 + shift
+            for name in report.MADE_OF:
+                table[name] = 0.7 if arm == "up" else 0.1 + 0.001 * rng.random()
+            facts = dict.fromkeys(treatment.TERM_FACTS[:3], 0.0)
+            facts |= {"share_clipped": 0.0, "added_length": 0.0}
+            cell = {"part": "little", "text": "little", "weight": 0.5}
+            cell |= {"learning_rate": 0.004, "arm": arm, "seed": seed}
+            tables.append(table.assign(**facts, **cell))
+    return pandas.concat(tables, ignore_index=True)
+
+
+@pytest.mark.parametrize(
+    ("effects", "expected"),
+    [
+        (
+            {"up": -0.1, "down": 0.1},
+            "coupling promotes generalization (raised: lowers;",
+        ),
+        ({"up": 0.1, "down": -0.1}, "coupling hinders generalization (raised: raises;"),
+        ({"up": -0.1}, "promotes generalization in one direction"),
+        ({"down": 0.1}, "promotes generalization in one direction"),
+        ({"up": 0.1}, "hinders generalization in one direction"),
+        ({"down": -0.1}, "hinders generalization in one direction"),
+        ({"up": -0.1, "down": -0.1}, "what does it is not the level of coupling"),
+        ({"up": 0.1, "down": 0.1}, "what does it is not the level of coupling"),
+        ({}, "beyond ±0.03 nats are excluded"),
+        # Harsh placebos: the treatments do what loss alone does.
+        ({"placebo up": 0.1, "placebo down": 0.1}, "not decided"),
+        # A placebo that does it without common axes.
+        ({"up": -0.1, "twisted up": -0.2}, "not decided (raised: placebos differ"),
+    ],
+)
+def test_each_planted_outcome_earns_its_sentence(effects, expected):
+    tables = report.tables_of(planted(effects))
+    sentence = report.sentence_of(tables["contrasts"])
+    assert expected in sentence
+
+
+def test_nothing_is_said_where_the_treatment_failed_or_noise_is_large():
+    table = planted({"up": -0.1})
+    table.loc[table["arm"] == "up", "coupling"] = 0.15
+    contrasts = report.tables_of(table)["contrasts"]
+    assert "treatment failed" in report.sentence_of(contrasts)
+    noisy = report.tables_of(planted({}, noise=0.2))["contrasts"]
+    assert "not decided" in report.sentence_of(noisy)
+
+
+def test_contrasts_are_paired_t_intervals_and_sign_changes():
+    models = report.models_of(planted({"up": 0.02}))
+    contrasts = report.contrasts_of(models).set_index(["outcome", "contrast"])
+    wide = models.pivot_table(index="seed", columns="arm", values=report.OUTCOME)
+    for other, level in (("placebo up", 0.975), ("twisted up", 0.95)):
+        row = contrasts.loc[(report.OUTCOME, f"up − {other}")]
+        test = stats.ttest_rel(wide["up"], wide[other])
+        interval = test.confidence_interval(level)
+        assert (row["low"], row["high"]) == pytest.approx(interval)
+    few = (wide["up"] - wide[report.ALONE]).to_numpy()[:8]
+    expected = stats.permutation_test(
+        (few,),
+        np.mean,
+        permutation_type="samples",
+        alternative="two-sided",
+        n_resamples=np.inf,
+    )
+    assert report.paired(few)["p"] == pytest.approx(expected.pvalue)
+
+
+def test_the_outcome_is_the_mean_over_the_band_above_the_worst_last_loss():
+    table = planted({}, noise=0)
+    # One arm learns more slowly: the band lies above where it ends.
+    slow = table["arm"] == "up"
+    table.loc[slow, "loss_training"] = 4 - table.loc[slow, "step"] * 0.015
+    table.loc[slow, "loss_held_out"] = table.loc[slow, "loss_training"] * 2
+    models = report.models_of(table).set_index(["seed", "arm"])
+    band = 2.5 + np.linspace(0.02, 0.2, 10)
+    assert models.loc[(0, "up"), report.OUTCOME] == pytest.approx((2 * band).mean())
+    assert models.loc[(0, "down"), report.OUTCOME] == pytest.approx((band + 1).mean())
+    steps = (4 - band) / 0.015
+    assert models.loc[(0, "up"), "step in the band"] == pytest.approx(steps.mean())
+
+
+def test_loss_alone_stands_in_every_part_of_its_rate():
+    table = planted({})
+    other = table[(table["arm"] == "up") & (table["seed"] < 3)]
+    other = other.assign(part="identity", arm="less identity", weight=0.1)
+    joined = report.with_loss_alone(pandas.concat([table, other]))
+    models = report.models_of(joined)
+    contrasts = report.contrasts_of(models)
+    row = contrasts[contrasts["contrast"] == "less identity − loss alone"]
+    assert set(row["part"]) == {"identity"}
+    assert set(row["n"]) == {3}
+
+
+@pytest.fixture(scope="module")
+def config() -> small_models.TrainingConfig:
+    return small_models.TrainingConfig(
+        width=16, n_layers=3, n_heads=2, vocabulary=50, n_ctx=16, batch=2, steps=12
+    )
+
+
+def test_terms_are_coupling_and_the_same_functional_elsewhere(config):
+    model = small_models.new_model(config)
+    ids = torch.arange(1, 11)[None]
+    blocks = model.gpt_neox.layers
+    trace = tlc.trace_modules(list(blocks), lambda: model(ids))
+    J = tlc.block_jacobians(trace).double()
+    coupled = tlc.comparisons.jacobian_coupling(J, 4).mean()
+    up = treatment.term_of("up", config, 4)(model, ids)
+    assert float(up) == pytest.approx(-coupled, abs=1e-5)
+    down = treatment.term_of("down", config, 4)(model, ids)
+    assert float(down) == pytest.approx(coupled, abs=1e-5)
+    left, right = treatment.random_rotations(config).double()
+    turned = tlc.comparisons.jacobian_coupling(left.mT @ J @ right, 4).mean()
+    twisted = treatment.term_of("twisted up", config, 4)(model, ids)
+    assert float(twisted) == pytest.approx(-turned, abs=1e-5)
+    # The placebo by numpy, one block after the other.
+    values = []
+    for J_l, U, V in zip(J.numpy(), left.numpy(), right.numpy(), strict=True):
+        A = U[:, :4].T @ J_l @ V[:, :4]
+        values.append(1 - np.linalg.norm(A - np.diag(np.diag(A))) / np.linalg.norm(A))
+    placebo = treatment.term_of("placebo down", config, 4)(model, ids)
+    assert float(placebo) == pytest.approx(np.mean(values), abs=1e-5)
+    with pytest.raises(ValueError, match="unknown"):
+        treatment.term_of("sideways", config, 4)
+
+
+@pytest.fixture(scope="module")
+def design(small_corpus, tmp_path_factory) -> treatment.Design:
+    windows = small_corpus.tokens[:64].view(4, 16) % 50
+    return treatment.Design(
+        replace(small_corpus, tokens=small_corpus.tokens % 50),
+        512,
+        4,
+        windows,
+        windows[:1],
+        k=4,
+        every=4,
+        evaluate=4,
+        measure=12,
+        out=tmp_path_factory.mktemp("treatment"),
+    )
+
+
+@pytest.fixture(scope="module")
+def of_family(config, design) -> dict[str, xarray.Dataset]:
+    placebos = treatment.PLACEBOS
+    family = treatment.Family("little", "little", "up", 0.5, config, placebos=placebos)
+    alone = replace(family, arm=treatment.LOSS_ALONE, placebos=())
+    runs = treatment.family_measured(family, design)
+    runs += treatment.family_measured(alone, design)
+    return {str(run["arm"].item()): run for run in runs}
+
+
+def test_arms_of_a_seed_begin_alike_and_placebos_have_their_twins_lengths(of_family):
+    assert set(of_family) == {"up", "placebo up", "twisted up", "loss alone"}
+    up = of_family["up"]
+    for run in of_family.values():
+        assert float(run["loss_training"][0]) == float(up["loss_training"][0])
+        assert float(run["coupling"][0]) == float(up["coupling"][0])
+    for name in ("placebo up", "twisted up"):
+        np.testing.assert_allclose(
+            of_family[name]["gradient_length"], up["gradient_length"], rtol=1e-4
+        )
+    # Every fourth of twelve steps, and no term of loss alone.
+    assert up.sizes["term"] == 3
+    assert of_family["loss alone"].sizes["term"] == 0
+    last = [float(run["loss_training"][-1]) for run in of_family.values()]
+    assert len(set(last)) == len(last)
+
+
+def test_what_is_finished_is_kept_and_another_option_is_another_model(
+    of_family, config, design, monkeypatch
+):
+    family = treatment.Family("dose", "little", "up", 0.5, config)
+    monkeypatch.setattr(small_models, "learn", None)
+    (again,) = treatment.family_measured(family, design)
+    assert float(again["coupling"][-1]) == float(of_family["up"]["coupling"][-1])
+    for other in (replace(family, weight=0.1), replace(family, speed=0.8)):
+        with pytest.raises(TypeError):
+            treatment.family_measured(other, design)
+
+
+@pytest.mark.long("trains the models of a study")
+def test_the_study_runs_resumes_and_prints_what_it_found(small_text, tmp_path):
+    options = [*OPTIONS.split(), "--text", str(small_text), "--out", str(tmp_path)]
+
+    def printed(*arguments: str) -> str:
+        with redirect_stdout(StringIO()) as said:
+            assert treatment.main([*arguments]) == 0
+        return said.getvalue()
+
+    output = printed(*options)
+    table = pandas.read_csv(tmp_path / "measured.csv")
+    assert set(table["arm"]) == {*ARMS, "less identity"}
+    means = table[table["step"] == 24].groupby("arm")["coupling"].mean()
+    assert means["up"] > means["loss alone"] > means["down"]
+    assert "less identity − loss alone" in output
+    assert report.sentence_of(pandas.read_csv(tmp_path / "contrasts.csv")) in output
+    assert printed("--table", str(tmp_path)) in output
+    assert (tmp_path / "treatment.png").stat().st_size > 10_000
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "measured").glob("*.nc")}
+    assert printed(*options) == output
+    assert before == {
+        p: p.stat().st_mtime_ns for p in (tmp_path / "measured").glob("*.nc")
+    }
+
+
+def test_bad_options_are_one_line(capsys):
+    for options, message in (
+        ("--every 0", "`--every` must be at least 1"),
+        ("--parts some", "`--parts` must be of little"),
+        ("--k 48", "`--k` must lie in"),
+    ):
+        assert treatment.main(options.split()) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_committed_page_says_what_the_code_does():
+    page = (Path(treatment.__file__).parent / "treatment.md").read_text()
+    assert f"smallest effect of interest is .0{report.MARGIN * 100:.0f} nats" in page
+    defaults = {name: default for name, default, _ in treatment.OPTIONS}
+    assert f"λ = {defaults['weight']}" in page
+    assert f"λ = {defaults['other-weight']}" in page
+    assert f"{defaults['seeds']} seeds" in page
