@@ -82,6 +82,7 @@ html_favicon = "_static/favicon.svg"
 html_extra_path = ["_made/site", "../llms.txt"]
 html_copy_source = False
 html_css_files = ["site.css"]
+html_js_files = [("gallery.js", {"defer": "defer"})]
 html_show_copyright = False
 html_theme_options = {
     "footer_icons": [

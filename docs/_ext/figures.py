@@ -239,9 +239,26 @@ def show_in_reference(
     lines[end:end] = figure
 
 
+class Thumbnail(NamedTuple):
+    """A line `plot_name [what, is, drawn]: caption`; what is drawn may be left out."""
+
+    plot: str
+    subjects: list[str]
+    caption: str
+
+    @classmethod
+    def from_line(cls, line: str) -> "Thumbnail":
+        found = re.fullmatch(r"(\w+)(?: \[(.+?)\])?: (.+)", line)
+        if found is None:
+            raise ExtensionError(f"no `plot_name [subjects]: caption`: {line}")
+        plot, subjects, caption = found.groups(default="")
+        return cls(plot, subjects.split(", ") if subjects else [], caption)
+
+
 class Plots(SphinxDirective):
-    """A grid of thumbnails from lines `plot_name: caption`. Each opens the page that
-    draws it; with `:reference:`, its entry in the API reference.
+    """A grid of thumbnails from lines, see `Thumbnail`. Each opens the page that draws
+    it; with `:reference:`, its entry in the API reference. What is drawn becomes
+    classes, by which `_static/gallery.js` filters.
     """
 
     has_content = True
@@ -251,12 +268,12 @@ class Plots(SphinxDirective):
         names = {name.rpartition(".")[2]: name for name in plots()}
         grid = nodes.container(classes=["plots"])
         for line in self.content:
-            short, _, caption = line.partition(": ")
-            grid += self._card(names[short], caption)
+            thumbnail = Thumbnail.from_line(line)
+            grid += self._card(names[thumbnail.plot], thumbnail)
         return [grid]
 
-    def _card(self, name: str, caption: str) -> nodes.Element:
-        short = name.rpartition(".")[2]
+    def _card(self, name: str, thumbnail: Thumbnail) -> nodes.Element:
+        short = thumbnail.plot
         picture = picture_of(name)
         page, place = page_of(name), name
         if "reference" not in self.options and picture.page != page:
@@ -268,8 +285,9 @@ class Plots(SphinxDirective):
         image = nodes.image(uri=f"/_made/thumbnails/{short}.png", alt=picture.words)
         link = nodes.reference("", "", image, internal=True, refuri=address)
         link += _breakable(short)
-        words, messages = self.parse_inline(caption)
-        card = nodes.container(classes=["plot"])
+        words, messages = self.parse_inline(thumbnail.caption)
+        subjects = [f"of-{subject}" for subject in thumbnail.subjects]
+        card = nodes.container(classes=["plot", *subjects])
         card += nodes.paragraph("", "", link)
         card += nodes.paragraph("", "", *words, *messages)
         return card

@@ -1,6 +1,5 @@
 """What `--help` prints on a screen of 80 characters, and how soon."""
 
-import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from command_line import printed_examples
 from tl_coupling.cli import COMMANDS
 from tl_coupling.cli.app import GROUPS, app
 
@@ -16,11 +16,6 @@ from tl_coupling.cli.app import GROUPS, app
 @pytest.fixture(autouse=True)
 def screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def examples(text: str) -> list[str]:
-    """The commands that a help text shows, as they are printed."""
-    return re.findall(r"^    (tl-coupling (?:.*\\\n)*.*)$", text, re.MULTILINE)
 
 
 def test_the_list_of_commands_cuts_nothing_and_groups_them(call) -> None:
@@ -41,7 +36,7 @@ def test_a_help_text_fits_the_screen_and_a_shell_reads_its_examples(
 ) -> None:
     text = call(command, "--help").out
     assert max(map(len, text.splitlines())) <= 80
-    shown = examples(text)
+    shown = printed_examples(text)
     assert shown
     monkeypatch.chdir(tmp_path)
     for example in shown:

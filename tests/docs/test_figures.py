@@ -4,6 +4,7 @@ lists, and the drawing that explains coupling.
 
 import re
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -101,11 +102,21 @@ def test_pictures_stand_below_their_blocks(
 def test_the_gallery_lists_every_plot_once(figures: ModuleType) -> None:
     text = (DOCS / "gallery.md").read_text()
     grids = re.findall(r"^```\{plots\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for grid in grids for line in grid.splitlines()]
-    listed = [line.partition(": ")[0] for line in lines]
+    thumbnails = [
+        figures.Thumbnail.from_line(line)
+        for grid in grids
+        for line in grid.splitlines()
+    ]
     public = [name.rpartition(".")[2] for name in figures.plots()]
-    assert sorted(listed) == sorted(public)
-    assert all(line.partition(": ")[2].endswith(".") for line in lines)
+    assert sorted(thumbnail.plot for thumbnail in thumbnails) == sorted(public)
+    assert all(thumbnail.caption.endswith(".") for thumbnail in thumbnails)
+    # A filter that shows one or two pictures is none; a picture without is never found.
+    subjects = Counter(
+        subject for thumbnail in thumbnails for subject in thumbnail.subjects
+    )
+    assert min(subjects.values()) >= 3
+    assert all(thumbnail.subjects for thumbnail in thumbnails)
+    assert all(re.fullmatch("[a-z]+", subject) for subject in subjects)
 
 
 def test_every_plot_has_an_example_that_calls_it(figures: ModuleType) -> None:

@@ -408,6 +408,45 @@ def test_every_plot_has_a_thumbnail_that_opens_a_page(visit, page, width):
     )
 
 
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_filters_show_the_pictures_of_one_subject(visit, width):
+    """With the keyboard alone; whole sections without one go, and come back."""
+    driver = visit("gallery.html", width)
+    keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
+
+    def shown(css: str) -> list[Any]:
+        return [
+            element
+            for element in driver.find_elements("css selector", css)
+            if element.is_displayed()
+        ]
+
+    filters = {
+        button.text.partition(" ")[0]: button for button in shown(".filters button")
+    }
+    all_plots = len(shown(".plot"))
+    assert filters["all"].text == f"all {all_plots}"
+    filters["tokens"].send_keys(keys.ENTER)
+    names = {element.text.replace("\n", "") for element in shown(".plot code")}
+    assert "plot_influence" in names
+    assert filters["tokens"].text == f"tokens {len(names)}"
+    assert filters["tokens"].get_attribute("aria-pressed") == "true"
+    assert filters["all"].get_attribute("aria-pressed") == "false"
+    assert not shown("#training")
+    assert not scrolls_sideways(driver)
+    filters["all"].send_keys(keys.SPACE)
+    assert len(shown(".plot")) == all_plots
+
+
+def test_no_column_of_the_papers_table_is_out_of_sight_on_a_telephone(visit):
+    driver = visit("PAPER.html", NARROW)
+    cells = driver.find_elements(
+        "css selector", "#the-paper-figure-by-figure > .table-wrapper td"
+    )
+    ends = [cell.rect["x"] + cell.rect["width"] for cell in cells if cell.text]
+    assert max(ends) <= NARROW
+
+
 def test_a_thumbnail_opens_the_block_that_draws_it(visit):
     driver = visit("gallery.html")
     (card,) = [

@@ -1,6 +1,12 @@
-"""The options of a command as they are typed."""
+"""The options of a command as they are typed, and the examples of its help text."""
 
+import re
 from collections.abc import Iterator
+
+
+def printed_examples(text: str) -> list[str]:
+    """Return the commands that a help text shows, as they are printed."""
+    return re.findall(r"^    (tl-coupling (?:.*\\\n)*.*)$", text, re.MULTILINE)
 
 
 def typed(**options: object) -> Iterator[str]:

@@ -39,7 +39,7 @@ PAGES = [
             "concepts/trajectories",
             "concepts/dynamics",
             "concepts/directions",
-            "how-to/second-hour",
+            "how-to/compare-and-ablate",
             "how-to/from-transformerlens",
             "how-to/other-tools",
             "how-to/models",

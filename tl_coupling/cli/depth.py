@@ -85,7 +85,8 @@ def depth(
 
       tl-coupling depth --prompt "The capital of France is" --untrained --out out
 
-      tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --out gpt2
+      tl-coupling depth --model gpt2 --prompts prompts.jsonl --k 10 --k 50 --save-maps
+      --out gpt2
 
       tl-coupling depth --maps gpt2/maps/trained --maps more/maps/trained --out mean
 

@@ -70,8 +70,8 @@ def survey(
     slurm: Annotated[
         str | None,
         typer.Option(
-            help="Run units as SLURM jobs: "
-            "partition=…,gpus_per_node=1,timeout_min=240,…"
+            help="Run units as SLURM jobs, with parameters of sbatch: "
+            "partition=gpu,mem_gb=64,…"
         ),
     ] = None,
     out: Out = OUT,
@@ -92,10 +92,10 @@ def survey(
       open_llm_leaderboard --out survey
 
       tl-coupling survey --model smollm2-135m --prompts prompts.jsonl --per-task 20
-      --prompts-per-unit 30 --workers 2
+      --prompts-per-unit 30 --workers 2 --out smollm2
 
       tl-coupling survey --model EleutherAI/pythia-6.9b --prompts gsm8k --slurm
-      partition=gpu,gpus_per_node=1,mem_gb=64
+      partition=gpu,gpus_per_node=1,mem_gb=64 --out gsm8k
     """
     models = _named_models(model)
     drawn_prompts = _drawn_prompts(prompts, n, per_task, seed)
