@@ -266,7 +266,6 @@ def test_what_is_not_run_says_why() -> None:
             "the hub, and SLURM",
             "a dask cluster",
             "tensorboard",
-            "peft",
             "W&B",
             "TransformerLens 3.9",
             "a package index",

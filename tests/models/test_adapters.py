@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny
 import tl_coupling as tlc
@@ -64,15 +65,40 @@ def test_without_peft_it_is_refused(
     assert "adapter" not in provenance
 
 
-def test_with_peft_it_is_named_in_provenance(
-    adapted: Path, peft: Callable[[bool], None]
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    # GPT-2's is fused: TransformerLens takes the base weights of its thirds.
+    [("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn"])],
+)
+def test_with_peft_it_is_applied_and_named_in_provenance(
+    architecture: str, targets: list[str], tmp_path: Path
 ) -> None:
-    peft(True)
-    digest = hashlib.sha256(b"weights of an adapter").hexdigest()
-    provenance = tlc.trace(tlc.load_model(str(adapted)), "w7 w8").provenance
-    assert provenance["adapter"] == (
-        f"LORA, adapter_model.safetensors, SHA-256 {digest[:16]}"
+    """Against the blocks of peft's own model, without a bridge."""
+    library = pytest.importorskip("peft")
+    base, folder = tmp_path / "base", tmp_path / "adapted"
+    for path in (base, folder):
+        tiny.huggingface_model(architecture).save_pretrained(path)
+        tiny.save_tokenizer(path)
+    model = library.get_peft_model(
+        tiny.huggingface_model(architecture),
+        library.LoraConfig(r=4, target_modules=targets, init_lora_weights=False),
+    ).eval()
+    model.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(base)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+    loaded = tlc.trace(tlc.load_model(str(folder)), tiny.TOKENS)
+    digest = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes())
+    assert loaded.provenance["adapter"] == (
+        f"LORA, adapter_model.safetensors, SHA-256 {digest.hexdigest()[:16]}"
     )
+    ids = torch.tensor([tiny.TOKENS])
+    blocks = list(tiny.layers_of(model.get_base_model()))
+    own = tlc.trace_modules(blocks, lambda: model(ids))
+    torch.testing.assert_close(loaded.residual, own.residual, atol=1e-4, rtol=1e-4)
+    bare = tlc.trace(tlc.load_model(str(base)), tiny.TOKENS)
+    assert not torch.allclose(loaded.residual, bare.residual, atol=1e-2)
 
 
 @pytest.mark.parametrize("is_installed", [False, True])

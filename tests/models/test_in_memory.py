@@ -13,6 +13,12 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 import tl_coupling as tlc
 
+try:
+    import peft
+except ImportError:
+    peft = None
+needs_peft = pytest.mark.skipif(peft is None, reason="needs peft")
+
 IDS = [1, 5, 3, 9, 2, 7]
 
 
@@ -145,3 +151,86 @@ def test_an_adapter_that_is_not_merged_is_measured_as_its_merged_copy() -> None:
     merged = coupling(tlc.trace(model, IDS))
     assert torch.allclose(adapted, merged, atol=1e-5)
     assert not torch.allclose(adapted, bare, atol=1e-3)
+
+
+def test_an_adapter_that_would_be_lost_is_refused() -> None:
+    """TransformerLens splits queries, keys and values, and takes the base weights."""
+    model = tiny.huggingface_model("phi3")
+    attention = model.model.layers[1].self_attn
+    attention.qkv_proj = LowRank(attention.qkv_proj)
+    with pytest.raises(tlc.ModelError, match="has an adapter, and would lose it"):
+        tlc.trace(model, IDS)
+
+
+# A fused projection, which TransformerLens splits, is among those of all but Llama.
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "down_proj"],
+    "gpt2": ["c_attn", "c_proj"],
+    "gpt_neox": ["query_key_value", "dense_h_to_4h"],
+    "phi3": ["qkv_proj", "gate_up_proj"],
+}
+KINDS = [
+    ("llama", "LoRA"),
+    ("gpt2", "LoRA"),
+    ("gpt2", "IA3"),
+    ("gpt_neox", "DoRA"),
+    ("phi3", "LoRA"),
+]
+
+
+def adapted(architecture: str, kind: str) -> Any:
+    """Return a model of peft whose adapters change what it computes."""
+    targets = TARGETS[architecture]
+    if kind == "IA3":
+        config = peft.IA3Config(
+            target_modules=targets, feedforward_modules=targets[-1:]
+        )
+    else:
+        config = peft.LoraConfig(
+            r=4, target_modules=targets, lora_dropout=0.1, use_dora=kind == "DoRA"
+        )
+    model = peft.get_peft_model(tiny.huggingface_model(architecture), config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or "ia3_" in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += 0.3 * noise
+    return model
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    return list(tiny.layers_of(model.get_base_model()))
+
+
+@needs_peft
+@pytest.mark.parametrize(("architecture", "kind"), KINDS)
+def test_an_adapter_of_peft_is_measured_as_its_merged_copy(
+    architecture: str, kind: str
+) -> None:
+    """The merged model, and the adapted model's own blocks, without a bridge."""
+    model = adapted(architecture, kind).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    measured = coupling(tlc.trace(model, IDS))
+    assert model.training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+    model.eval()
+    ids = torch.tensor([IDS])
+    own = coupling(tlc.trace_modules(blocks_of(model), lambda: model(ids)))
+    bare = coupling(tlc.trace(tiny.huggingface_model(architecture), IDS))
+    with model.disable_adapter():
+        off = coupling(tlc.trace(model, IDS))
+    merged = coupling(tlc.trace(model.merge_and_unload(), IDS))
+    torch.testing.assert_close(measured, merged, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(measured, own, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(off, bare, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(measured, bare, atol=1e-2)
+
+
+@needs_peft
+def test_learned_tokens_before_the_prompt_are_refused() -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny.huggingface_model("gpt2"), config)
+    with pytest.raises(tlc.ModelError, match="puts learned tokens before each prompt"):
+        tlc.trace(model, IDS)

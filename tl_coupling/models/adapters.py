@@ -1,5 +1,5 @@
-"""PEFT adapters beside a model's weights. transformers applies them where peft is
-installed, and measures the base model without a word where it is not.
+"""PEFT adapters beside a model's weights, or in a model. transformers applies them
+where peft is installed, and measures the base model without a word where it is not.
 """
 
 import hashlib
@@ -7,6 +7,8 @@ import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.weights import needs_package
@@ -56,6 +58,35 @@ def refuse_lone_adapter(name: str, source: str) -> None:
             "merge it into its base model (`merge_and_unload` of peft), save that, and "
             "load what was saved"
         )
+
+
+def layers_with_adapters(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that an adapter changes, by name.
+
+    Where the adapter is off, or merged already, a layer computes what its base layer
+    does, and does not count.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        # The name that peft gives to what it wraps.
+        if isinstance(getattr(module, "base_layer", None), nn.Module)
+        and getattr(module, "merged", False) is not True
+        and getattr(module, "disable_adapters", False) is not True
+    }
+
+
+def merge_adapters(model: nn.Module) -> None:
+    """Merge the adapters of peft into their base layers, in place, as its
+    `merge_and_unload` does, and take them out.
+
+    TransformerLens splits fused projections, and would take their base weights alone.
+    """
+    for name, module in layers_with_adapters(model).items():
+        layer: Any = module
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
 
 
 def _config_file(source: str, revision: str | None) -> Path | None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tl_coupling.models.adapters import adapter_beside
+from tl_coupling.models.adapters import adapter_beside, merge_adapters
 from tl_coupling.models.completeness import load_whole, number_of_weights
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
@@ -173,8 +173,14 @@ class _BridgeLoading:
         self._quantization = quantized.described(request.quantization, saved_as)
         loaded = load_whole(request.name, auto.from_pretrained, source, **options)
         self._weight_facts.update(loaded.facts)
+        model = quantized.unpacked(loaded.model) if is_second_time else loaded.model
+        # Into packed weights an adapter cannot be merged exactly.
+        if "adapter" in self._weight_facts and (
+            is_second_time or not self._quantization
+        ):
+            merge_adapters(model)
         if is_second_time:
-            return quantized.unpacked(loaded.model)
+            return model
         return quantized.packed_as_loaded(loaded.model)
 
 

@@ -3,11 +3,13 @@ by their own library.
 """
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from tl_coupling.models.adapters import layers_with_adapters, merge_adapters
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.tokenization import wordless_tokenizer
@@ -29,38 +31,34 @@ def bridge_around(
     share the model's parameters and buffers: the model stays as it is, weights take no
     memory twice, and a later change of them is one of both.
 
+    Where it splits a fused projection (queries, keys and values of GPT-2, Pythia, …), it
+    would lose an adapter on it without a word. Then the adapters of peft are merged, in
+    copies of the weights that they change; a later change of these is not seen.
+
     Args:
         hf_model: a model of transformers, or of peft around one.
         tokenizer: of its texts; without it, prompts are token ids.
         label: what results call it; by default the name that it was loaded by.
 
     Raises:
-        ModelError: TransformerLens does not take it.
+        ModelError: TransformerLens does not take it, or would lose an adapter that is
+            none of peft; a model of peft that puts learned tokens before the prompt.
     """
-    from transformer_lens.model_bridge import TransformerBridge
-
-    inner: Any = _without_adapter_wrapper(hf_model)
-    tensors = [*inner.parameters(), *inner.buffers()]
-    # What is in the memo of `deepcopy` is not copied.
-    modules = copy.deepcopy(inner, {id(tensor): tensor for tensor in tensors})
-    # As `load_model` has it: the parts of attention can be seen.
-    modules.set_attn_implementation("eager")
-    name = str(label or inner.config._name_or_path or type(inner).__name__)
-    first = tensors[0]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            bridge = TransformerBridge.boot_transformers(
-                name,
-                hf_model=modules.eval(),
-                tokenizer=tokenizer or wordless_tokenizer(),
-                device=first.device,
-                dtype=first.dtype,
-            )
-    except Exception as error:
+    if getattr(
+        getattr(hf_model, "active_peft_config", None), "is_prompt_learning", False
+    ):
         raise ModelError(
-            f"could not make a TransformerBridge of {type(inner).__name__}: {error}; "
-            "`tl_coupling.trace_modules` takes its blocks"
-        ) from error
+            f"{type(hf_model).__name__} puts learned tokens before each prompt, which "
+            "the blocks of its base model do not see: give the blocks to "
+            "`tl_coupling.trace_modules`, and run the whole model there"
+        )
+    inner: Any = _without_adapter_wrapper(hf_model)
+    modules = _copied_modules(inner)
+    name = str(label or inner.config._name_or_path or type(inner).__name__)
+    called = _adapters_called(modules, modules)
+    bridge = _booted(modules, tokenizer, name)
+    if called - _adapters_called(modules, bridge):
+        bridge = _booted(_merged_copy(inner), tokenizer, name)
     if tokenizer is None:
         bridge.tokenizer = None
     facts = facts_of(bridge)
@@ -68,6 +66,83 @@ def bridge_around(
     if inner is not hf_model:
         facts.loaded_as["adapter"] = type(hf_model).__name__
     return bridge.eval()
+
+
+def _merged_copy(model: nn.Module) -> Any:
+    """Return copies of the modules with their adapters merged, and taken out.
+
+    Weights that no adapter changes are shared.
+    """
+    layers: list[Any] = list(layers_with_adapters(model).values())
+    if not all(hasattr(layer, "merge") for layer in layers):
+        raise ModelError(
+            f"TransformerLens splits a projection of {type(model).__name__} that has an "
+            "adapter, and would lose it: merge the adapter first, or give the blocks to "
+            "`tl_coupling.trace_modules`"
+        )
+    changed = [p for layer in layers for p in layer.base_layer.parameters()]
+    merged = _copied_modules(model, changed)
+    merge_adapters(merged)
+    return merged
+
+
+def _copied_modules(model: nn.Module, owned: Collection[Tensor] = ()) -> Any:
+    """Return copies of the modules that share all tensors but the `owned` ones, in eval
+    mode.
+    """
+    # What is in the memo of `deepcopy` is not copied.
+    copied = {id(tensor) for tensor in owned}
+    shared = {
+        id(tensor): tensor
+        for tensor in (*model.parameters(), *model.buffers())
+        if id(tensor) not in copied
+    }
+    return copy.deepcopy(model, shared).eval()
+
+
+def _booted(modules: Any, tokenizer: Any, name: str) -> Any:
+    """Return a TransformerBridge around modules, which it rewires."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    # As `load_model` has it: the parts of attention can be seen.
+    modules.set_attn_implementation("eager")
+    first = next(modules.parameters())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return TransformerBridge.boot_transformers(
+                name,
+                hf_model=modules,
+                tokenizer=tokenizer or wordless_tokenizer(),
+                device=first.device,
+                dtype=first.dtype,
+            )
+    except Exception as error:
+        raise ModelError(
+            f"could not make a TransformerBridge of {type(modules).__name__}: {error}; "
+            "`tl_coupling.trace_modules` takes its blocks"
+        ) from error
+
+
+def _adapters_called(modules: nn.Module, model: nn.Module) -> set[nn.Module]:
+    """Return the layers with an adapter that a pass of the model calls."""
+    adapters = layers_with_adapters(modules).values()
+    config = getattr(modules, "config", None)
+    takes_ids = getattr(modules, "main_input_name", "") == "input_ids"
+    if not adapters or not takes_ids or getattr(config, "is_encoder_decoder", False):
+        return set()
+    called: set[nn.Module] = set()
+    handles = [
+        module.register_forward_hook(lambda module, *_: called.add(module))
+        for module in adapters
+    ]
+    device = next(modules.parameters()).device
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return called
 
 
 def _without_adapter_wrapper(model: nn.Module) -> nn.Module:
