@@ -393,7 +393,8 @@ class BlockFunction(CheckedBlock):
 
     def _looks_ahead(self, t2: int) -> bool:
         """Say whether later rows act on this one (vision, BERT)."""
-        return bool(self.reference(t2).rows[t2 + 1 :].any())
+        later = self.reference(t2).rows[t2 + 1 :]
+        return len(later) > 0 and bool(later.any())
 
     def _context(self, t2: int) -> tuple[Tensor, ...]:
         """Return keys and values of the rows that act on t2, without its own.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from einops import einsum
 from jaxtyping import Bool, Float
@@ -74,7 +75,7 @@ class _Pass(NamedTuple):
 
     `context` makes the context in which it ran, `stairs` is a function without a slope
     that it called, and `stop` one that stopped a gradient. Keys and values are known
-    where the block gives them.
+    where the block gives them; whether Y is the traced step is `is_traced_step`.
     """
 
     Y: Float[Tensor, "n_pos d_model"]
@@ -83,6 +84,7 @@ class _Pass(NamedTuple):
     stairs: str | None
     stop: str | None
     keys_and_values: tuple[Tensor, ...] | None
+    is_traced_step: bool
 
 
 # From several streams to f of each.
@@ -190,8 +192,7 @@ class CheckedBlock(EvaluatedBlock):
         reference = self.reference(t2)
         stream_norm = self.X[t2].norm()
         scale = reference.y.norm() + _SHARE_OF_STREAM * stream_norm
-        if not bool((y - reference.y).norm() <= TOLERANCE * scale):
-            return False
+        agrees = [(y - reference.y).norm() <= TOLERANCE * scale]
         u = reference.u
         identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm()
         rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * reference.rows.norm()
@@ -200,9 +201,9 @@ class CheckedBlock(EvaluatedBlock):
             tolerance = TOLERANCE * expected.norm() + rounding_tolerance
             if position == t2:
                 tolerance = tolerance + identity_tolerance
-            if not bool((uJ - expected).norm() <= tolerance):
-                return False
-        return True
+            agrees.append((uJ - expected).norm() <= tolerance)
+        # One reading, for which a device waits once.
+        return bool(torch.stack(agrees).all())
 
     def changed(self) -> StepError:
         """Return the error where the full sequence no longer agrees with itself."""
@@ -214,7 +215,8 @@ class CheckedBlock(EvaluatedBlock):
     def _checked_references(self, positions: list[int]) -> dict[int, Reference]:
         """Return references of these positions, after the checks of step and slope."""
         forward = self._forward(positions)
-        self._check_step(forward.Y, positions)
+        if not forward.is_traced_step:
+            self._refuse_step(forward.Y)
         if forward.stairs:
             raise self._no_derivative(f"it calls `{forward.stairs}`. {_NO_SLOPE}")
         references = {t: self._pulled_back(forward, t) for t in positions}
@@ -249,10 +251,17 @@ class CheckedBlock(EvaluatedBlock):
                     raise
                 failure = error
                 continue
+            is_traced_step = not bool(self._is_another_step(Y)[positions].any())
             forward = _Pass(
-                Y, pull_back, context, stairs.called, stairs.stop, keys_and_values
+                Y,
+                pull_back,
+                context,
+                stairs.called,
+                stairs.stop,
+                keys_and_values,
+                is_traced_step,
             )
-            if not bool(self._is_another_step(Y)[positions].any()):
+            if is_traced_step:
                 break
         if forward is None:
             raise self.changed() if failure is None else self._failed(failure)
@@ -326,16 +335,12 @@ class CheckedBlock(EvaluatedBlock):
         stream_tolerance = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
         return ~(difference <= step_tolerance + stream_tolerance)
 
-    def _check_step(
-        self, Y: Float[Tensor, "n_pos d_model"], positions: list[int]
-    ) -> None:
-        """Raise StepError unless f(X) is the traced step at these positions.
+    def _refuse_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
+        """Raise StepError: f(X) is not the traced step.
 
         If the step was traced in another dtype, it is only remarked on.
         """
         differs = self._is_another_step(Y)
-        if not bool(differs[positions].any()):
-            return
         difference = (Y - self.step).norm(dim=1)
         if self.recorded is None:
             self._refuse(difference, differs)
@@ -377,14 +382,14 @@ class CheckedBlock(EvaluatedBlock):
             # A gradient that was stopped may be a small part of the slope.
             for i in (1, 2):
                 is_right &= self._converges(forward, references, direction=i)
-        elif not bool(is_right.all()):
-            is_right |= torch.stack(
-                [self._converges(forward, references, direction=i) for i in (1, 2)]
-            ).all(0)
-        if bool(is_right.all()):
+        elif not is_right.all():
+            is_right |= np.all(
+                [self._converges(forward, references, direction=i) for i in (1, 2)], 0
+            )
+        if is_right.all():
             return
         is_wrong = torch.zeros(len(self.X), dtype=torch.bool)
-        is_wrong[list(references)] = ~is_right.cpu()
+        is_wrong[list(references)] = torch.from_numpy(~is_right)
         raise self._no_derivative(
             f"at {_format_tokens(is_wrong)} its slope is not the one that autograd gives. "
             f"{self._cause_of_slope(forward, is_wrong)}"
@@ -412,7 +417,7 @@ class CheckedBlock(EvaluatedBlock):
 
     def _converges(
         self, forward: _Pass, references: dict[int, Reference], direction: int
-    ) -> Bool[Tensor, " n_references"]:
+    ) -> Bool[np.ndarray, " n_references"]:
         """Say where f changes as its derivative predicts along a random direction V.
 
         Moves that are likely to be asked for together are computed by one call of the
@@ -442,14 +447,14 @@ class CheckedBlock(EvaluatedBlock):
             )
             return change_along_u - predicted
 
-        def judged(added_of_streams: _OfEach) -> Bool[Tensor, " n_references"]:
+        def judged(added_of_streams: _OfEach) -> Bool[np.ndarray, " n_references"]:
             deviation = deviation_of_one_move(partial(deviations, added_of_streams))
             return converges(deviation, scale, rounded_size)
 
         # Over several streams together, what was stopped may be a constant.
         if forward.stop is None:
             is_right = judged(self._added_to_each_or_singly)
-            if bool(is_right.all()):
+            if is_right.all():
                 return is_right
         # Several streams by one call may not be what each is by itself.
         return judged(self._one_by_one)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -210,19 +210,28 @@ def _norm(part: Part) -> Norm | None:
     w = (plus - b) * size.sqrt() / probe
     shrunk = (small - b) @ (plus - b) / (plus - b).square().sum()
     epsilon = (size / 512**2 * (shrunk**-2 - 1)).clamp_min(0)
-    subtracts_mean = _close(moved, plus)
-    centred = (x - x.mean() if subtracts_mean else x).flatten()
-    per_scale = (centred.square().mean() + epsilon).rsqrt()
-    if not _close(per_scale * w * centred + b, part.value.flatten()):
+    # With the mean or without it; both, so that all is read at once.
+    rows = torch.stack([x.flatten(), x.flatten() - x.mean()])
+    per_scale_of_rows = (rows.square().mean(1) + epsilon).rsqrt()
+    value = part.value.flatten()
+    reads = [_is_close(moved, plus)]
+    for row, scale in zip(rows, per_scale_of_rows, strict=True):
+        reads.append(_is_close(scale * w * row + b, value))
+    subtracts_mean, *fits = torch.stack(reads).tolist()
+    if not fits[subtracts_mean]:
         return None
+    centred = rows[int(subtracts_mean)]
+    per_scale = per_scale_of_rows[int(subtracts_mean)]
     basis = [per_scale * centred]
     if subtracts_mean:
         basis.append(torch.ones_like(centred))
     return Norm(per_scale * w, torch.stack(basis) / d**0.5)
 
 
-def _close(value: Tensor, expected: Tensor, tolerance: float = _NORM_TOLERANCE) -> bool:
-    return bool((value - expected).norm() <= tolerance * expected.norm())
+def _is_close(
+    value: Tensor, expected: Tensor, tolerance: float = _NORM_TOLERANCE
+) -> Bool[Tensor, ""]:
+    return (value - expected).norm() <= tolerance * expected.norm()
 
 
 def _mlp(part: Part) -> list[Tensor] | None:
@@ -329,7 +338,7 @@ def _head_gradients(
     ]
     summed_heads = torch.cat([gradient.flatten() for gradient in together])
     expected = torch.cat([q_gradients[-1], k_gradients[-1], v_gradients[-1]])
-    if not _close(summed_heads, expected, _HEADS_TOLERANCE):
+    if not bool(_is_close(summed_heads, expected, _HEADS_TOLERANCE)):
         return None
     return _HeadGradients(G_q, G_k, G_v)
 

@@ -20,6 +20,7 @@ vanishes: at once, instead of by the power of h.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -49,7 +50,7 @@ def converges(
     deviation: Deviation,
     scale: Float[Tensor, " n_outputs"],
     size: Float[Tensor, " n_outputs"],
-) -> Bool[Tensor, " n_outputs"]:
+) -> Bool[np.ndarray, " n_outputs"]:
     """Say for each output whether its difference quotients converge to its derivative.
 
     From one side, from the other, or in the mean of both: a kink or a jump close by
@@ -72,7 +73,7 @@ def converges(
     rounding = _ROUNDING * torch.finfo(torch.float32).eps * (size + scale)
     above = deviation(_FIRST_MOVE) / _FIRST_MOVE
     if bool((above.abs() <= _SETTLED * scale + rounding / _FIRST_MOVE).all()):
-        return torch.ones_like(scale, dtype=torch.bool)
+        return np.ones(len(scale), dtype=bool)
 
     # Of the errors from above, from below, and in the mean: by what factor half the
     # move divides them.
@@ -107,7 +108,7 @@ def converges(
         converged |= (settled & long_enough & smooth).any(0) & is_exact
         larger = _Errors(error, settled, is_far)
         move /= 2
-    return converged
+    return converged.cpu().numpy()
 
 
 def deviation_of_one_move(deviations: Callable[[list[float]], Tensor]) -> Deviation:

@@ -152,7 +152,7 @@ def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
 
 def stays_small(far_output: Tensor, x: Tensor) -> bool:
     """Say whether what a function makes of x, moved far out, is not far out."""
-    return bool(x.any()) and bool(far_output.norm() <= _LARGEST * x.norm())
+    return bool(x.any() & (far_output.norm() <= _LARGEST * x.norm()))
 
 
 def _moved_out(

@@ -1,6 +1,5 @@
 """Singular value decompositions: all of a matrix, or the top of it."""
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -100,9 +99,9 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     parts = _map_matrices(partial(_decompose, k=n), J, shapes)
     U, S, Vh, residuals, steps = parts
     norms = [_norm(matrix) for matrix in J.detach().reshape(-1, d_out, d_in)]
-    norm = torch.tensor(norms, dtype=torch.float64, device=J.device)
+    norm = torch.stack(norms) if norms else J.new_empty(0, dtype=torch.float64)
     way = ""
-    if steps.any():
+    if _pays((d_out, d_in), n):
         way = _FILTER if _forms_square(rank, n) else _KRYLOV
     return Spectrum(
         U, S, Vh, residuals, steps.int(), norm.reshape(J.shape[:-2]), way=way
@@ -278,13 +277,13 @@ def _forms_square(width: int, k: int) -> bool:
     return width <= _FORM_SQUARE * block_width(k)
 
 
-def _norm(J: Float[Tensor, "d_out d_in"]) -> float:
+def _norm(J: Float[Tensor, "d_out d_in"]) -> Float[Tensor, ""]:
     """Return the Frobenius norm, summed in float64.
 
     As a product: torch's own norm in another dtype takes three times as long.
     """
     entries = J.double().flatten()
-    return math.sqrt(float(entries.dot(entries)))
+    return entries.dot(entries).sqrt()
 
 
 def _residuals(

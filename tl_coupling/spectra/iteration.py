@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -83,10 +84,10 @@ def top_triplets(
     exact = J.double()
     for steps, space in itertools.islice(spaces, 2):
         V = torch.linalg.qr(space.double()).Q
-        triplets, largest_residual = _rayleigh_ritz(
+        triplets, found_residual, largest_residual = _rayleigh_ritz(
             exact, V, k, steps, TOLERANCE[J.dtype]
         )
-        if triplets is None or float(triplets.residuals.max()) <= largest_residual:
+        if triplets is None or found_residual <= largest_residual:
             return triplets
     return None
 
@@ -132,11 +133,12 @@ def _krylov_spaces(
         if steps < next_check:
             continue
         squares, ritz_vectors = _descending_eigh(T)
-        # A zero J, or an overflow.
-        if not squares[k - 1] > 0:
-            return
         residuals = torch.linalg.vector_norm(R @ ritz_vectors[-width:, :k], dim=0)
-        error = float((residuals / squares[:k].sqrt()).max() / squares[0].sqrt())
+        errors = residuals / squares[:k].sqrt() / squares[0].sqrt()
+        least_square, error = _read(squares[k - 1], errors.max())
+        # A zero J, or an overflow.
+        if not least_square > 0:
+            return
         if error <= tolerance:
             yield steps, basis @ ritz_vectors[:, : block_width(k)]
             next_check = steps + 1
@@ -167,13 +169,16 @@ def _filtered_spaces(
         V = torch.linalg.qr(block).Q
         images = square @ V
         squares, ritz_vectors = _descending_eigh(V.mT @ images)
-        # A zero J, or an overflow.
-        if not squares[0] > 0:
-            return
         V = V @ ritz_vectors
         images = images @ ritz_vectors
         residuals = torch.linalg.vector_norm(images - V * squares, dim=0)
-        following = _next_filter(squares, residuals[:k], edge, tolerance)
+        # One reading for all that is decided of the next filter.
+        numbers = torch.cat([squares, residuals[:k]]).cpu().double().numpy()
+        # A zero J, or an overflow.
+        if not numbers[0] > 0:
+            return
+        eps = torch.finfo(squares.dtype).eps
+        following = _next_filter(numbers[:width], numbers[width:], edge, tolerance, eps)
         steps += following.degree
         is_too_long = steps * width > _MOST_COLUMNS * J.shape[1]
         falls_no_more = following.error > max(previous_error / 2, _NOISE * tolerance)
@@ -196,10 +201,11 @@ class _Filter(NamedTuple):
 
 
 def _next_filter(
-    squares: Float[Tensor, " width"],
-    residuals: Float[Tensor, " k"],
+    squares: Float[np.ndarray, " width"],
+    residuals: Float[np.ndarray, " k"],
     edge: int,
     tolerance: float,
+    eps: float,
 ) -> _Filter:
     """Return the filter that a block needs.
 
@@ -211,23 +217,20 @@ def _next_filter(
         residuals: those of the wanted ones.
         edge: at which Ritz value the filter ends.
         tolerance: of the residuals.
+        eps: the rounding in which `JᵀJ` is held.
     """
-    eps = torch.finfo(squares.dtype).eps
     k = len(residuals)
-    residuals = residuals.double().cpu()
-    squares = squares.double().cpu()
-    least = max(eps * float(squares[0]), torch.finfo(torch.float64).tiny)
-    squares = squares.clamp_min(least)
-    error = float((residuals / squares[:k].sqrt()).max() / squares[0].sqrt())
+    squares = np.maximum(squares, max(eps * squares[0], np.finfo(np.float64).tiny))
+    error = float((residuals / np.sqrt(squares[:k])).max() / np.sqrt(squares[0]))
     # By which power of e one degree more raises a direction over those below the edge.
-    growth = torch.acosh((2 * squares[:k] / squares[edge] - 1).clamp_min(1))
+    growth = np.arccosh(np.maximum(2 * squares[:k] / squares[edge] - 1, 1))
     lowering = math.log(max(1, _SAFETY * error / tolerance))
     needed = lowering / max(float(growth[-1]), 1e-9)
     if error <= _NOISE * tolerance:
         needed = min(needed, 3)
-    relative_error = (residuals / squares[:k]).clamp(eps, 1)
-    ahead_of_last = (growth - growth[-1]).clamp_min(1e-9)
-    room = (_ROOM / relative_error).log() / ahead_of_last
+    relative_error = np.clip(residuals / squares[:k], eps, 1)
+    ahead_of_last = np.maximum(growth - growth[-1], 1e-9)
+    room = np.log(_ROOM / relative_error) / ahead_of_last
     degree = max(2, math.ceil(min(needed, float(room.min()), _HIGHEST_DEGREE)))
     return _Filter(error, float(squares[edge]), degree, degree >= needed)
 
@@ -259,29 +262,35 @@ def _rayleigh_ritz(
     k: int,
     steps: int,
     tolerance: float,
-) -> tuple[Triplets | None, float]:
+) -> tuple[Triplets | None, float, float]:
     """Return the k largest triplets of J restricted to the columns of V.
 
-    And the largest residual that they may have. `J v = σ u` holds by construction;
-    residuals are those of `Jᵀu = σ v`. They must be small beside the gap between σ_k
-    and the end of the block too: with as many close singular values as the block is
-    wide, a wrong triplet has a small residual.
+    And the largest residual that they have, and that they may have. `J v = σ u` holds
+    by construction; residuals are those of `Jᵀu = σ v`. They must be small beside the
+    gap between σ_k and the end of the block too: with as many close singular values as
+    the block is wide, a wrong triplet has a small residual.
     """
     images = J @ V
     squares, ritz_vectors = _descending_eigh(images.mT @ images)
-    # Below that, left vectors from squares are not orthonormal to a tenth of the
-    # tolerance.
-    least_share = torch.finfo(V.dtype).eps / (0.1 * tolerance)
-    if not squares[k - 1] > least_share * squares[0]:
-        return None, 0.0
     values = squares.clamp_min(0).sqrt()
     gap = (values[k - 1] - values[-1]) / values[0]
     S = values[:k]
     V = V @ ritz_vectors[:, :k]
     U = images @ ritz_vectors[:, :k] / S
     residuals = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0) / S[0]
-    largest_residual = min(tolerance, max(tolerance / 4, float(gap) / 10))
-    return Triplets(U, S, V, residuals, steps), largest_residual
+    share, gap, found = _read(squares[k - 1] / squares[0], gap, residuals.max())
+    # Below that, left vectors from squares are not orthonormal to a tenth of the
+    # tolerance.
+    if not share > torch.finfo(V.dtype).eps / (0.1 * tolerance):
+        return None, math.inf, 0.0
+    largest_residual = min(tolerance, max(tolerance / 4, gap / 10))
+    return Triplets(U, S, V, residuals, steps), found, largest_residual
+
+
+def _read(*numbers: Tensor) -> list[float]:
+    """Return what several tensors hold: one reading, for which a device waits once."""
+    read: list[float] = torch.stack(numbers).tolist()
+    return read
 
 
 def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,7 +298,6 @@ def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
 
     Of zeros where it is not finite.
     """
-    if not T.isfinite().all():
-        T = torch.zeros_like(T)
-    squares, vectors = torch.linalg.eigh(T)
+    # Decided where T lies: nothing waits for it.
+    squares, vectors = torch.linalg.eigh(torch.where(T.isfinite().all(), T, 0))
     return squares.flip(-1), vectors.flip(-1)

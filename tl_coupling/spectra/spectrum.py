@@ -31,7 +31,7 @@ class Spectrum:
             shares of σ_1.
         steps: products of `JᵀJ` with a block that an iteration took; 0 is a full SVD.
         norm: `‖J‖_F`.
-        way: the name of the iteration.
+        way: the name of the iteration, where one was tried.
 
     Example:
         >>> spectrum = tlc.svd(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
