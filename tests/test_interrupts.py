@@ -18,7 +18,7 @@ import pytest
 import xarray
 
 from tl_coupling.files import write_atomically
-from tl_coupling.interrupts import hear_interrupts, interrupts_held
+from tl_coupling.interrupts import hear_interrupts, interrupts_held, none_delivered
 from tl_coupling.studies.surveys.executors import process_pool
 from tl_coupling.studies.surveys.survey import Survey, run
 from tl_coupling.studies.surveys.units import Folder, Unit, plan_digest, record
@@ -385,3 +385,23 @@ def test_workers_that_cannot_begin_are_said_once(
     with pytest.raises(OSError, match=guard), process_pool(1) as pool:
         Folder(tmp_path, {}).run(UNITS, measure_or_hang, executor=pool)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_signal_that_another_thread_receives_waits_for_protected_statements(
+    heard: list[int],
+) -> None:
+    """The system may give a signal to any thread; its handler runs in the main one."""
+    with none_delivered():
+        sender = threading.Thread(target=signal.raise_signal, args=[signal.SIGINT])
+        sender.start()
+        sender.join()
+        # Python runs handlers between any two of its steps.
+        sum(range(1000))
+        assert heard == []
+    assert heard == [signal.SIGINT]
+    handler = signal.getsignal(signal.SIGINT)
+    with interrupts_held(), none_delivered():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGINT] * 2
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -69,17 +69,15 @@ def interrupts_held(seconds: float | None = None) -> Iterator[None]:
             timer.start()
 
     try:
-        # A signal between these lines would find some handlers replaced and others not.
-        with none_delivered():
-            _pending = pending
-            for number in pending.handlers:
-                signal.signal(number, hold)
+        _pending = pending
+        for number in pending.handlers:
+            signal.signal(number, hold)
         yield
     finally:
-        with none_delivered():
+        try:
+            _put_back(pending.handlers)
+        finally:
             _pending = _Pending()
-            for number, handler in pending.handlers.items():
-                signal.signal(number, handler)
             for timer in timers:
                 timer.cancel()
         if pending.came:
@@ -94,12 +92,35 @@ def hear_interrupts() -> None:
 
 @contextmanager
 def none_delivered() -> Iterator[None]:
-    """Let no signal come between a few statements; on Windows it may."""
-    if not hasattr(signal, "pthread_sigmask"):
+    """Let no handler of Ctrl-C or SIGTERM run between a few statements, but after them.
+
+    Handlers run in the main thread, whichever thread the system gives a signal to: a
+    mask of this thread's signals would not hold back what another one receives.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    pending = _Pending(handlers=_python_handlers())
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        pending.came.append(number)
+
     try:
+        for number in pending.handlers:
+            signal.signal(number, hold)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
+        _put_back(pending.handlers)
+        if pending.came:
+            pending.deliver_first()
+
+
+def _put_back(handlers: dict[int, _Handler]) -> None:
+    """Install handlers again; all of them, also where one is called in between."""
+    if not handlers:
+        return
+    (number, handler), *others = handlers.items()
+    try:
+        signal.signal(number, handler)
+    finally:
+        _put_back(dict(others))
