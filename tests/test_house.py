@@ -52,6 +52,7 @@ SHOWN_ALL_THE_SAME = {"Trace"}
 # What pictures call of lower rooms, and what for: nothing here runs a model, traces,
 # differentiates or decomposes.
 CALLED_BY_PICTURES = {
+    "changes_in_words": "what was done to the Jacobians, for a title",
     "attention_sinks": "which tokens are left out of a picture's limits",
     "change_and_predictors": "rows of a result, side by side",
     "check_alike": "refuses portraits that one page cannot show side by side",
