@@ -14,6 +14,7 @@ import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import ladder
 import tl_coupling as tlc
 from tl_coupling.plots import labels
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
@@ -156,13 +157,16 @@ def generalization() -> Figure:
 
 
 def redundancy() -> Figure:
-    """Spearman's ρ of what changing a block costs, with coupling and block influence."""
+    """Spearman's ρ of what changing a block costs, with coupling, given depth or not, and
+    with block influence.
+    """
     data = xarray.load_dataset(RESULTS / "ladder" / "redundancy-smollm2-135m.nc")
+    given_depth = ladder.given_depth(data, K)["given_middle"]
     correlations = tlc.redundancy.redundancy_correlations(data).sel(blocks="all", k=K)
     figure, ax = card()
     styles = (
-        ("coupling", labels.BLUE, "o", "with coupling"),
-        ("block_influence", labels.ORANGE, "^", "with block influence"),
+        ("coupling", labels.BLUE, "o", "coupling"),
+        ("block_influence", labels.ORANGE, "^", "block influence"),
     )
     names = {
         "dropped": "block dropped",
@@ -181,11 +185,20 @@ def redundancy() -> Figure:
                 color=color,
                 label=label if place == 0 else None,
             )
+    places = [-place - 0.25 for place in range(len(names))]
+    ax.plot(
+        given_depth[list(names)],
+        places,
+        "o",
+        color=labels.BLUE,
+        markerfacecolor="white",
+        label="coupling, given depth",
+    )
     ax.axvline(0, **NULL_LINE)
     ax.set_yticks([0, -1, -2], list(names.values()))
     ax.set(xlabel="Spearman's ρ with the change in loss", xlim=(-1, 1))
     ax.set_ylim(-2.5, 0.5)
-    figure.legend(**LEGEND)
+    figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 0.8, "handletextpad": 0.2})
     return figure
 
 

@@ -35,6 +35,8 @@ PROMPT = "What is the capital of France? The capital is"
 COLORS = {"trained": labels.TRAINED, "untrained": labels.UNTRAINED}
 # Of the studies' files, in the order of the picture.
 CONTROLS = ("shared", "principal", "span", "norm_matched", "unshared", "low_gain")
+# Of SmolLM2, in tokens.
+VOCABULARY = 49_152
 # Pages are 736 pixels wide: two pixels of a picture to one of theirs.
 DPI = 2 * 736 / labels.PAGE_WIDTH
 
@@ -76,7 +78,8 @@ def carriers() -> Figure:
         figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
     )
     title = (
-        f"In the trained model attention carries more coupling than its size\nk = {K}"
+        "In SmolLM2-135M attention carries more coupling than its size, on one prompt\n"
+        f"k = {K} · “{PROMPT}”"
     )
     labels.entitle(figure, title)
     return figure
@@ -114,6 +117,17 @@ def ablation() -> Figure:
         ax.set_yticks(places, names if side == "read" else [])
         ax.set_title(f"directions that blocks {side}", fontsize="medium")
         ax.set(xlabel="change in loss, nats per token")
+        if side == "write":
+            uniform = np.log(VOCABULARY) - rows["loss"].iloc[0]
+            ax.axvline(uniform, **labels.NULL_LINE)
+            ax.annotate(
+                "a uniform\nprediction",
+                (uniform, -3),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize="small",
+            )
         ax.spines[["top", "right"]].set_visible(False)
     title = "Removing shared directions costs more than most controls of the same rank"
     labels.entitle(figure, f"{title}\nSmolLM2-135M, 40 texts, 95 % t intervals")

@@ -6,18 +6,21 @@ import ast
 import json
 import re
 import shlex
+from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas
 import pytest
+import statsmodels.formula.api as formulas
 from matplotlib.figure import Figure
 from scipy import stats
 
 import tiny
 from findings import findings
-from tl_coupling.studies.generalization import paper_table1
+from tl_coupling.studies.generalization import linear_fit, paper_table1
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "PAPER.md").read_text()
@@ -54,10 +57,13 @@ SHOWN = [
     "T2",
     "T3",
     "T4",
+    "§5.2 spread",
     "§5.3 accuracy",
+    "§5.5 steps",
     "§6.1",
     "§6.1 eigenvectors",
     "§6.2",
+    "§6.2 spans",
     "LSS 4.25",
     "A.3",
     "A.3 rank",
@@ -230,6 +236,53 @@ def test_what_sizes_explain_in_table_1_is_what_the_pages_say() -> None:
             assert r_squared in PAGE
             assert r_squared in of_findings
     assert len(table[is_base & ~is_of_code]) == 23
+
+
+def test_what_vision_transformers_of_the_study_say_is_what_the_page_says() -> None:
+    """Least squares with a constant for each level of what is held fixed."""
+    path = ROOT / "demos" / "studies" / "results" / "vit" / "models.csv"
+    models = pandas.read_csv(path).rename(columns={"class token": "coupling"})
+    for y, x, fixed, words in (
+        (
+            "coupling",
+            "stochastic_depth",
+            "weight_decay",
+            "coupling on the rate {} with",
+        ),
+        (
+            "test_accuracy",
+            "coupling",
+            "stochastic_depth",
+            "{} with the rate held fixed",
+        ),
+        ("test_accuracy", "coupling", "weight_decay", "4 has it, {} with the weight"),
+        ("test_accuracy", "coupling", None, "{} over all"),
+    ):
+        levels = sorted(models[fixed].unique().tolist())[1:] if fixed else []
+        controls = [f"{fixed} == {level!r}" for level in levels]
+        fit = linear_fit(models, x, y, controls=controls)
+        low, high = fit.slope_interval
+        said = f"{fit.slope:.3f} [{low:.3f}, {high:.3f}]".replace("-", "−")
+        assert words.format(said) in PAGE
+        formula = f"{y} ~ {x}" + (f" + C({fixed})" if fixed else "")
+        slope = formulas.ols(formula, models).fit().params[x]
+        assert fit.slope == pytest.approx(slope)
+    accuracy = models["test_accuracy"]
+    mean = accuracy.mean()
+    text = " ".join(findings().split())
+    assert f"over models, {100 * accuracy.std():.2f} percentage points" in text
+    assert f"450 images, {100 * (mean * (1 - mean) / 450) ** 0.5:.2f}, so" in text
+
+
+def test_what_few_layers_can_show_of_rank_correlations() -> None:
+    """p of Spearman's ρ over all orders of six layers, or of five pairs."""
+    for n, rho in ((6, 0.94), (6, 0.83), (5, 0.3), (5, 0.4), (5, 0.7), (5, 0.9)):
+        orders = np.array(list(permutations(range(n))))
+        values = np.array([np.corrcoef(range(n), order)[0, 1] for order in orders])
+        p = (np.abs(values) > rho - 0.005).mean()
+        said = f"{rho:.2f} (p {p:.2f})".replace("(p 0.", "(p .")
+        assert said in findings()
+        assert f"{rho:.2f}, p {p:.2f}".replace("p 0.", "p .") in PAGE
 
 
 def test_names_on_the_hub_are_in_transformer_lens_registry() -> None:

@@ -193,7 +193,7 @@ def draw(measured: pandas.DataFrame) -> Figure:
         ncols=len(widths),
         fontsize="small",
     )
-    title = "At the same held-out loss, coupling falls with the learning rate"
+    title = "At the same held-out loss, coupling differs with the learning rate"
     small = f"lines: means over models, small marks: models; dashed: {RANDOM_SUBSPACES}"
     labels.entitle(figure, f"{title}\n{small}")
     return figure

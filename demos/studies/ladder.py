@@ -35,10 +35,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 import torch
 import xarray
 from matplotlib.axes import Axes
+from scipy import stats
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
@@ -53,6 +55,7 @@ from tl_coupling.generalization import (
     task_means,
 )
 from tl_coupling.models import EMBEDDED_MODEL
+from tl_coupling.studies.redundancy import change_and_predictors
 
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -75,6 +78,8 @@ EVALUATED = 64
 # Prompts on which the blocks of one model are dropped, swapped and merged.
 CHANGED = 8
 K_SMOLLM2 = (10, 30)
+# With fewer a partial correlation over layers says nothing.
+FEWEST_LAYERS = 10
 
 
 OPTIONS: list[tuple[str, Any, str]] = [
@@ -252,10 +257,65 @@ def redundancy(
         tlc.plots.plot_redundancy(data, correlations, k=k[0]),
         out / f"redundancy-{name}.png",
     )
-    return (
+    said = (
         f"{name}: Spearman's ρ of the change in loss over layers, 95 % intervals over "
         f"prompts\n{table.to_string(float_format='{:+.2f}'.format)}"
     )
+    if data.sizes["layer"] < FEWEST_LAYERS:
+        return said
+    left = given_depth(data, k[0]).to_string(float_format="{:+.3f}".format)
+    return (
+        f"{said}\n{name}: what is left of ρ with coupling, k = {k[0]}, given the distance "
+        f"from the middle, or block influence\n{left}"
+    )
+
+
+def given_depth(data: xarray.Dataset, k: int) -> pandas.DataFrame:
+    """Return how far coupling goes with the change in loss beyond depth and influence.
+
+    Cost and coupling may both follow depth, and neighbouring layers are alike, so that
+    n layers are fewer than n independent ones.
+
+    Columns, for each change: Spearman's `rho` of means over prompts with coupling;
+    `p_shift`, the share of circular shifts of coupling along the layers, the unshifted
+    one among them, whose |ρ| is as large; and partial ρ with its p, given the distance
+    from the middle of the model, and given block influence.
+    """
+    rows = []
+    for change in ("dropped", "swapped", "merged"):
+        costs, couplings, influences = change_and_predictors(data, change)
+        cost = costs.mean(0)
+        coupling = couplings[data["k"].values.tolist().index(k)].mean(0)
+        shifted = [
+            rank_correlation_given(np.roll(coupling, shift), cost)[0]
+            for shift in range(len(cost))
+        ]
+        # Rounding may part the unshifted one from itself.
+        is_as_large = np.abs(shifted) >= abs(shifted[0]) - 1e-12
+        row = {"change": change, "rho": shifted[0], "p_shift": is_as_large.mean()}
+        controls = {
+            "middle": np.abs(np.arange(len(cost)) - (len(cost) - 1) / 2),
+            "influence": influences.mean(0),
+        }
+        for name, control in controls.items():
+            rho, p = rank_correlation_given(coupling, cost, control)
+            row |= {f"given_{name}": rho, f"p_{name}": p}
+        rows.append(row)
+    return pandas.DataFrame(rows).set_index("change")
+
+
+def rank_correlation_given(
+    x: np.ndarray, y: np.ndarray, *controls: np.ndarray
+) -> tuple[float, float]:
+    """Return Spearman's ρ of x and y, partial given the controls, and its p by t."""
+    ranks = stats.rankdata(np.stack([x, y]), axis=1).T
+    columns = [np.ones(len(x)), *(stats.rankdata(control) for control in controls)]
+    others = np.stack(columns, 1)
+    left = ranks - others @ np.linalg.lstsq(others, ranks)[0]
+    rho = float(np.corrcoef(left.T)[0, 1])
+    freedom = len(x) - 2 - len(controls)
+    t = rho * np.sqrt(freedom / max(1 - rho**2, np.finfo(float).tiny))
+    return rho, float(2 * stats.t.sf(abs(t), freedom))
 
 
 def keep(drawn: Axes | Any, path: Path) -> None:

@@ -27,6 +27,9 @@
   change singular vectors: the same sizes in a random order are the control. Last, with
   uniform gains in the blocks' norms, which also changes the model: its loss says how
   much.
+- *units*: that control again, with 20 random orders of the sizes on the same
+  paragraphs. One order is one draw of the control, however many texts it stands on, so
+  the order is the unit: intervals are over orders, of means over texts.
 
 `--prompts` is a file as `tl_coupling.load_prompts` takes it, with tasks; without it the
 first part is left out. Other texts are paragraphs of Python's own documentation. Results
@@ -52,7 +55,7 @@ from tqdm import tqdm
 import tl_coupling as tlc
 from paths import distinct_texts, interval
 from shared_directions import keep
-from slopes import design_of
+from slopes import Design, design_of
 from tl_coupling.measures import mean_random_coupling
 from tl_coupling.studies.surveys import loss
 
@@ -62,6 +65,7 @@ N_SEEDS = 2 if IS_SMALL else 8
 N_TEXTS = 1 if IS_SMALL else 20
 N_TEXTS_OF_NOISE = 1 if IS_SMALL else 4
 N_TEXTS_OF_LOSS = 2 if IS_SMALL else 40
+N_ORDERS = 2 if IS_SMALL else 20
 LAYERS = range(3) if IS_SMALL else None
 DOSES = (0.05, 0.1, 0.2, 0.3)
 LOUDNESS = (0.5, 0.7, 1.4, 2.0)
@@ -128,12 +132,24 @@ def show_prompts(tables: dict[str, pandas.DataFrame]) -> None:
         print(f"coupling above chance per nat of loss ({n_looks} intervals at once)")
         for name, (covariates, fixed) in SLOPES.items():
             design = design_of(table, "loss", covariates, fixed, "task")
-            slope = design.slope(table["coupling"].to_numpy())
+            coupling = table["coupling"].to_numpy()
+            slope = design.slope(coupling)
             low, high = slope.interval(n_looks)
+            # What the slope is of a standard deviation of each, beside the rest.
+            scale = correlation_of(design, coupling) / slope.estimate
             print(
                 f"  {name}: {slope.estimate:+.4f} [{low:+.4f}, {high:+.4f}], "
-                f"{slope.freedom:.1f} df, VIF {slope.vif:.1f}"
+                f"{slope.freedom:.1f} df, VIF {slope.vif:.1f}; as a correlation "
+                f"{slope.estimate * scale:+.2f} [{low * scale:+.2f}, {high * scale:+.2f}]"
             )
+
+
+def correlation_of(design: Design, y: Float[np.ndarray, " n"]) -> float:
+    """Return the partial correlation of x and y given the design's other columns."""
+    both = np.stack([design.columns[:, 0], y], 1)
+    others = design.columns[:, 1:]
+    left = both - others @ np.linalg.lstsq(others, both)[0]
+    return float(np.corrcoef(left.T)[0, 1])
 
 
 # Changes of a model's weights.
@@ -234,11 +250,13 @@ def show_noise(tables: Mapping[str, pandas.DataFrame]) -> None:
         print(groups.agg(interval).to_string())
         noisy = table[table["change"] == "noise"]
         design = design_of(noisy, "loss", fixed=("size",), cluster="seed")
-        slope = design.slope(noisy["coupling"].to_numpy())
+        coupling = noisy["coupling"].to_numpy()
+        slope = design.slope(coupling)
         low, high = slope.interval(len(tables))
         print(
             "coupling per nat of loss, at one size of noise: "
-            f"{slope.estimate:+.4f} [{low:+.4f}, {high:+.4f}], {slope.freedom:.1f} df"
+            f"{slope.estimate:+.4f} [{low:+.4f}, {high:+.4f}], {slope.freedom:.1f} df, "
+            f"r = {correlation_of(design, coupling):+.2f}"
         )
 
 
@@ -297,17 +315,55 @@ def taken_apart(trace: tlc.Trace, sizes: Float[Tensor, " d_model"]) -> dict[str,
     ).frozen
     J = tlc.block_jacobians(trace, LAYERS, progress=False)
     rest = tlc.comparisons.jacobian_coupling(tlc.measures.without_top(J, 1), k=K)
-    order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(0))
-    in_units = {
-        name: tlc.comparisons.jacobian_coupling(J * unit / unit[:, None], k=K)
-        for name, unit in {
-            "standard units": sizes,
-            "shuffled units": sizes[order],
-        }.items()
+    return {
+        "frozen": above_chance(frozen),
+        "without σ₁": above_chance(rest),
+        "standard units": coupling_in_units(J, sizes),
+        "shuffled units": coupling_in_units(J, shuffled(sizes, seed=0)),
     }
-    return {"frozen": above_chance(frozen), "without σ₁": above_chance(rest)} | {
-        name: above_chance(coupling) for name, coupling in in_units.items()
-    }
+
+
+def coupling_in_units(
+    J: Float[Tensor, "n_layers d_model d_model"], units: Float[Tensor, " d_model"]
+) -> float:
+    """Return coupling above chance where each dimension is measured in its unit."""
+    return above_chance(
+        tlc.comparisons.jacobian_coupling(J * units / units[:, None], k=K)
+    )
+
+
+def shuffled(sizes: Float[Tensor, " d_model"], seed: int) -> Float[Tensor, " d_model"]:
+    """Return the sizes in a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    return sizes[torch.randperm(len(sizes), generator=generator)]
+
+
+# Part 4: other orders of the units.
+
+
+def of_units(model: nn.Module) -> Iterator[Row]:
+    """Yield coupling in units of the sizes of other dimensions, for many orders."""
+    found = distinct_texts(N_TEXTS)
+    sizes = sizes_of_dimensions([tlc.trace(model, text).residual for text in found])
+    for text in tqdm(found, desc="units"):
+        J = tlc.block_jacobians(tlc.trace(model, text), LAYERS, progress=False)
+        yield {"order": "none", "text": text, "coupling": coupling_in_units(J, sizes)}
+        for seed in tqdm(range(N_ORDERS), desc="orders", leave=False):
+            coupling = coupling_in_units(J, shuffled(sizes, seed))
+            yield {"order": str(seed), "text": text, "coupling": coupling}
+
+
+def show_units(tables: Mapping[str, pandas.DataFrame]) -> None:
+    """Print coupling in each model's units and its spread over random orders of them."""
+    for model, table in tables.items():
+        means = table.groupby(table["order"].astype(str))["coupling"].mean()
+        orders = means.drop("none")
+        print(f"\n{model}: coupling above chance, each dimension in a unit of its own")
+        print(f"  its own size: {means['none']:.3f}")
+        print(
+            f"  the size of another dimension, {len(orders)} orders [95 % t]: "
+            f"{interval(orders)}, from {orders.min():.4f} to {orders.max():.4f}"
+        )
 
 
 def show_norms(tables: Mapping[str, pandas.DataFrame]) -> None:
@@ -319,7 +375,12 @@ def show_norms(tables: Mapping[str, pandas.DataFrame]) -> None:
         print(printed.T.to_string())
 
 
-SHOWN = {"prompts": show_prompts, "noise": show_noise, "norms": show_norms}
+SHOWN = {
+    "prompts": show_prompts,
+    "noise": show_noise,
+    "norms": show_norms,
+    "units": show_units,
+}
 
 
 def run(source: str, prompts: pandas.DataFrame | None, folder: Path) -> None:
@@ -328,6 +389,7 @@ def run(source: str, prompts: pandas.DataFrame | None, folder: Path) -> None:
     parts: dict[str, Callable[[nn.Module], Iterator[Row]]] = {
         "noise": of_noise,
         "norms": lambda model: of_norms(model, tlc.load_model(source, untrained=True)),
+        "units": of_units,
     }
     if prompts is not None:
         parts["prompts"] = lambda model: of_prompts(model, prompts)

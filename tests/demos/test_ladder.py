@@ -10,6 +10,7 @@ import pandas
 import pytest
 import torch
 import xarray
+from scipy import stats
 
 import ladder
 import tl_coupling as tlc
@@ -164,6 +165,65 @@ def test_bad_input_is_one_line(options, given, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert len([line for line in error.splitlines() if line.startswith("error:")]) == 1
+
+
+def redundancy_of(cost, coupling, influence) -> xarray.Dataset:
+    """What `layer_redundancy` returns, on two prompts, with the same for pairs."""
+    n = len(cost)
+    columns = {
+        "loss": ("prompt", np.zeros(2)),
+        "block_influence": (("prompt", "layer"), np.tile(influence, (2, 1))),
+        "coupling_with_others": (
+            ("prompt", "k", "layer"),
+            np.tile(coupling, (2, 1, 1)),
+        ),
+        "coupling_of_pair": (
+            ("prompt", "k", "pair"),
+            np.tile(coupling[:-1], (2, 1, 1)),
+        ),
+        "loss_dropped": (("prompt", "layer"), np.tile(cost, (2, 1))),
+    }
+    for change in ("swapped", "merged"):
+        columns[f"loss_{change}"] = (("prompt", "pair"), np.tile(cost[:-1], (2, 1)))
+    return xarray.Dataset(columns, {"k": [10], "layer": range(n)})
+
+
+def test_what_is_left_given_depth_is_the_partial_correlation_of_ranks():
+    """By the recursion of partial correlations, over scipy's ranks."""
+    rng = np.random.default_rng(0)
+    cost, coupling, influence = rng.standard_normal((3, 20))
+    row = ladder.given_depth(redundancy_of(cost, coupling, influence), 10).loc[
+        "dropped"
+    ]
+
+    def rho(x, y):
+        return stats.spearmanr(x, y).statistic
+
+    middle = abs(np.arange(20) - 9.5)
+    assert row["rho"] == pytest.approx(rho(cost, coupling))
+    for name, control in (("middle", middle), ("influence", influence)):
+        r, a, b = rho(cost, coupling), rho(cost, control), rho(coupling, control)
+        partial = (r - a * b) / ((1 - a**2) * (1 - b**2)) ** 0.5
+        assert row[f"given_{name}"] == pytest.approx(partial)
+        # As linear regression's p of one of two covariates, which t gives as well.
+        t = partial * (17 / (1 - partial**2)) ** 0.5
+        assert row[f"p_{name}"] == pytest.approx(2 * stats.t.cdf(-abs(t), 17))
+    shifts = [abs(rho(cost, np.roll(coupling, i))) for i in range(20)]
+    expected = np.mean([value >= abs(row["rho"]) - 1e-9 for value in shifts])
+    assert row["p_shift"] == pytest.approx(expected)
+
+
+def test_nothing_is_left_where_cost_and_coupling_follow_depth_alone():
+    """Both are smooth in depth, with noise of their own."""
+    rng = np.random.default_rng(1)
+    middle = abs(np.arange(60) - 29.5)
+    cost, minus_coupling = middle + rng.standard_normal((2, 60))
+    influence = rng.standard_normal(60)
+    data = redundancy_of(cost, -minus_coupling, influence)
+    row = ladder.given_depth(data, 10).loc["dropped"]
+    assert row["rho"] < -0.9
+    assert row["given_influence"] < -0.9
+    assert row["p_middle"] > 0.05
 
 
 @pytest.mark.long("changes every block of SmolLM2")

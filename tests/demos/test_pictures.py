@@ -5,6 +5,7 @@ results show them.
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
 import scipy.stats
@@ -12,6 +13,7 @@ import xarray
 
 import capacity_report
 import gap_report
+import ladder
 import pictures
 import tl_coupling as tlc
 from drawn_texts import unreadable
@@ -179,14 +181,88 @@ def test_the_page_says_what_the_committed_gaps_give() -> None:
     table = pandas.read_csv(pictures.RESULTS / "gap" / "measured.csv")
     effects = gap_report.effects(table).set_index(["question", "mark"])
     page = findings()
-    for question in gap_report.QUESTIONS:
+    adjusted = gap_report.effects(table, gap_report.ADJUSTMENTS)
+    adjusted = adjusted.set_index(["question", "mark"])
+    asked = list(gap_report.QUESTIONS.values())
+    for name, question in {**gap_report.QUESTIONS, **gap_report.ADJUSTMENTS}.items():
+        is_adjustment = name in gap_report.ADJUSTMENTS
+        if not is_adjustment and question.y == "gap" and question.x == "coupling":
+            continue
+        rows = adjusted if is_adjustment else effects
         cells = []
         for mark in gap_report.marks_in(table):
-            row = effects.loc[question, mark]
+            row = rows.loc[name, mark]
             interval = f"[{row['slope_low']:.2f}, {row['slope_high']:.2f}]"
             cells.append(f"{row['slope']:.2f} {interval} | {row['vif']:.1f}")
-        expected = f"| {question} | {' | '.join(cells)} |".replace("-", "−")
+        # Those that the study asked for are in italics.
+        label = f"*{name}*" if is_adjustment and question in asked else name
+        expected = f"| {label} | {' | '.join(cells)} |".replace("-", "−")
         assert expected in page
+
+
+def test_the_page_says_what_is_left_of_coupling_given_depth() -> None:
+    page = (DOCS / "findings" / "redundancy.md").read_text()
+    data = xarray.load_dataset(
+        pictures.RESULTS / "ladder" / "redundancy-smollm2-135m.nc"
+    )
+    left = ladder.given_depth(data, 10)
+    report = (pictures.RESULTS / "ladder" / "report.txt").read_text()
+    assert left.to_string(float_format="{:+.3f}".format) in report
+    names = ["a block dropped", "neighbours swapped", "neighbours merged"]
+    for name, (_, row) in zip(names, left.iterrows(), strict=True):
+        cells = [
+            name,
+            f"{row['rho']:+.2f}",
+            f"{row['p_shift']:.2f}",
+            f"{row['given_middle']:+.2f} (p {row['p_middle']:.2f})",
+            f"{row['given_influence']:+.2f} (p {row['p_influence']:.2f})",
+        ]
+        assert f"| {' | '.join(cells)} |".replace("-", "−") in page
+    # Block 11 and the last, by coupling from below and by cost from above.
+    means = data.sel(k=10).mean("prompt")
+    coupling_ranks = scipy.stats.rankdata(means["coupling_with_others"])
+    cost_ranks = scipy.stats.rankdata(-means["loss_dropped"])
+    assert (coupling_ranks[11], cost_ranks[11]) == (29, 2)
+    assert (coupling_ranks[29], cost_ranks[29]) == (9, 4)
+    t = scipy.stats.t.ppf(0.975, 27)
+    assert f"{t / (27 + t**2) ** 0.5:.2f}"[1:] + " is not significant" in page
+
+
+def test_the_page_says_how_many_fold_coupling_differs_at_one_loss() -> None:
+    """From the lowest to the highest learning rate, for each width."""
+    text = " ".join(findings().split())
+    table = pandas.read_csv(pictures.RESULTS / "capacity" / "measured.csv")
+    of_size = table[table["size"] == "K = 8"]
+    for mark, words in {
+        "bigram": "coupling itself differs {value}.",
+        "50% of the way": "Half way there both differ {value},",
+        "75% of the way": "coupling differs {value} and {above_chance} above chance",
+        "bigram − 0.2": "loss {value} and {above_chance} above chance",
+    }.items():
+        means = of_size[of_size["mark"] == mark].pivot_table(
+            index="width", columns="learning_rate", values=["value", "above_chance"]
+        )
+        folds = {}
+        for column in ("value", "above_chance"):
+            ratios = means[column][0.001] / means[column][0.008]
+            digits = 0 if ratios.max() > 10 else 1
+            low, high = (f"{end:.{digits}f}" for end in (ratios.min(), ratios.max()))
+            folds[column] = f"{low}- to {high}-fold"
+        assert words.format(**folds) in text
+
+
+def test_the_page_says_what_removals_on_the_write_side_leave() -> None:
+    page = (DOCS / "findings" / "directions.md").read_text()
+    text = " ".join(page.split())
+    folder = pictures.RESULTS / "shared_directions"
+    written = pandas.read_csv(folder / "smollm2-135m-write-1.csv").set_index("kind")
+    uniform = np.log(pictures.VOCABULARY) - written["loss"].iloc[0]
+    assert f"{uniform:.2f} nats (the loss is {written['loss'].iloc[0]:.2f})" in text
+    assert (written.loc[["shared", "principal"], "loss_change"] > uniform).all()
+    of_gemma = pandas.read_csv(folder / "gemma-3-270m-q4_k_m-write-1.csv")
+    span = of_gemma.set_index("kind").loc["span"]
+    said = f"lie between {span['draws_low']:.2f} and {span['draws_high']:.2f}"
+    assert said in text
 
 
 def test_pages_figures_and_tables_have_one_name_for_each_control() -> None:

