@@ -38,6 +38,7 @@ from tl_coupling.jacobians import block_jacobian as block_jacobian
 from tl_coupling.jacobians import block_jacobians as block_jacobians
 from tl_coupling.jacobians import block_jvp as block_jvp
 from tl_coupling.jacobians import block_parts as block_parts
+from tl_coupling.jacobians import block_spectrum as block_spectrum
 from tl_coupling.jacobians import block_vjp as block_vjp
 from tl_coupling.jacobians import plan as plan
 from tl_coupling.measures import captured_energy as captured_energy

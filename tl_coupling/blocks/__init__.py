@@ -20,7 +20,7 @@ from tl_coupling.blocks.calls import BlockCall, RecordedCall, differ_in, hidden_
 from tl_coupling.blocks.components import Components
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
 from tl_coupling.blocks.errors import DerivativeError, StepError
-from tl_coupling.blocks.evaluation import chunk_that_fits, reverse_mode, vjp
+from tl_coupling.blocks.evaluation import PullBack, chunk_that_fits, reverse_mode, vjp
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.frozen import FrozenFunction
 from tl_coupling.blocks.function import BlockFunction, Evaluated, Path, RowFunction, Way

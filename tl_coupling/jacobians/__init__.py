@@ -37,6 +37,7 @@ from tl_coupling.jacobians.jacobians import (
     block_jacobians,
     jacobians_of,
 )
+from tl_coupling.jacobians.matrix_free import block_spectrum
 from tl_coupling.jacobians.parts import (
     BlockParts,
     block_parts,
@@ -54,6 +55,7 @@ __all__ = [
     "block_jacobians",
     "block_jvp",
     "block_parts",
+    "block_spectrum",
     "block_vjp",
     "plan",
 ]

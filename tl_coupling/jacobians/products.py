@@ -12,6 +12,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.blocks import (
     BlockFunction,
     Evaluated,
+    PullBack,
     RowFunction,
     Trace,
     Way,
@@ -20,8 +21,6 @@ from tl_coupling.blocks import (
     vjp,
 )
 from tl_coupling.jacobians.connections import connected
-
-PullBack = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @checked
@@ -45,11 +44,10 @@ def block_vjp(
         >>> torch.allclose(tlc.block_vjp(trace, 1, v), expected, atol=1e-4)
         True
     """
-    t1_to_t2 = _differentiated(
-        trace, layer, vector, position, input_position, output_position
-    )
+    t1_to_t2 = differentiated(trace, layer, position, input_position, output_position)
+    v = _checked_vector(vector, t1_to_t2.x)
     with t1_to_t2.block.evaluation():
-        return t1_to_t2.pull_back(t1_to_t2.vector)[0]
+        return t1_to_t2.pull_back(v)[0]
 
 
 @checked
@@ -75,10 +73,9 @@ def block_jvp(
         >>> torch.allclose(tlc.block_jvp(trace, 1, v), expected, atol=1e-4)
         True
     """
-    t1_to_t2 = _differentiated(
-        trace, layer, vector, position, input_position, output_position
-    )
-    x, v = t1_to_t2.x, t1_to_t2.vector
+    t1_to_t2 = differentiated(trace, layer, position, input_position, output_position)
+    x = t1_to_t2.x
+    v = _checked_vector(vector, x)
     with t1_to_t2.block.evaluation():
         # Forward mode lacks rules for some operations; a second backward pass has them.
         for jvp in (_forward_mode, _twice_backward):
@@ -103,44 +100,45 @@ def _twice_backward(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
     return tangent
 
 
-class _Differentiated(NamedTuple):
+class Differentiated(NamedTuple):
     """A block as a function of one row of its input, at the row that was traced.
 
     Attributes:
         block: the block.
         x: the input row.
-        vector: what is multiplied, in the row's dtype.
         function: from the row to the output row.
         pull_back: gives vector–Jacobian products.
     """
 
     block: BlockFunction
     x: Tensor
-    vector: Tensor
     function: RowFunction
     pull_back: PullBack
 
 
-def _differentiated(
-    trace: Trace,
-    layer: int,
-    vector: Tensor,
-    position: int,
-    input_position: int | None,
-    output_position: int | None,
-) -> _Differentiated:
-    """Return the token-local function of a block, or else that of the full sequence."""
-    block, t1, t2 = connected(trace, layer, position, input_position, output_position)
-    if vector.shape != block.X.shape[1:]:
+def _checked_vector(vector: Tensor, x: Tensor) -> Tensor:
+    """Return a vector in the row's dtype; ValueError for one of another kind."""
+    if vector.shape != x.shape:
         raise ValueError(
-            f"`vector` must have shape {list(block.X.shape[1:])}, "
-            f"got {list(vector.shape)}"
+            f"`vector` must have shape {list(x.shape)}, got {list(vector.shape)}"
         )
-    v = vector.to(block.X)
+    v = vector.to(x)
     if not bool(v.isfinite().all()):
         raise ValueError(
             f"`vector` must be finite in {v.dtype}, got NaN or infinite entries"
         )
+    return v
+
+
+def differentiated(
+    trace: Trace,
+    layer: int,
+    position: int,
+    input_position: int | None,
+    output_position: int | None,
+) -> Differentiated:
+    """Return the token-local function of a block, or else that of the full sequence."""
+    block, t1, t2 = connected(trace, layer, position, input_position, output_position)
     x = block.X[t1]
     # The product that decides is the one that the reference holds.
     u = block.reference(t2).u
@@ -159,4 +157,4 @@ def _differentiated(
     (function, pull_back), _ = block.cheapest(
         ways, [t1], t2, lambda result: [result[1](u)[0]]
     )
-    return _Differentiated(block, x, v, function, pull_back)
+    return Differentiated(block, x, function, pull_back)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,9 +92,7 @@ def top_triplets(
     return None
 
 
-def _random_block(
-    J: Float[Tensor, "d_out d_in"], width: int
-) -> Float[Tensor, "d_in width"]:
+def _random_block(J: "Matrix", width: int) -> Float[Tensor, "d_in width"]:
     """Return `Jᵀ` of random vectors: a share of every direction.
 
     The vectors are the same for all matrices of a shape, whatever was drawn.
@@ -105,24 +103,26 @@ def _random_block(
 
 
 def _krylov_spaces(
-    J: Float[Tensor, "d_out d_in"], k: int
+    J: "Matrix", k: int, tolerance: float | None = None, largest: int | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield steps and Ritz vectors of a block Krylov space of `JᵀJ`.
 
     Once k of them have converged, and again after that. The right half of Golub and
     Kahan's bidiagonalisation with blocks (Golub, Luk and Overton 1981), which is
     Lanczos' method for `JᵀJ`; every block is orthogonalised twice against all before.
-    Ends at half of the dimensions.
+    Residuals must fall below `tolerance`, by default half of `TOLERANCE`. Ends where the
+    space would have more than `largest` dimensions, by default half of them.
     """
     width = krylov_width(k)
-    tolerance = TOLERANCE[J.dtype] / 2
+    tolerance = tolerance or TOLERANCE[J.dtype] / 2
+    largest = largest or J.shape[1] // 2
     block = torch.linalg.qr(_random_block(J, width)).Q
     basis = block[:, :0]
     # `JᵀJ` in this basis; block tridiagonal but for rounding.
     T = block[:0, :0]
     steps = 0
     next_check = 2
-    while (steps + 1) * width <= J.shape[1] // 2:
+    while (steps + 1) * width <= largest:
         basis = torch.cat([basis, block], 1)
         steps += 1
         images = J.mT @ (J @ block)
@@ -257,7 +257,7 @@ def _apply_filter(
 
 
 def _rayleigh_ritz(
-    J: Float[Tensor, "d_out d_in"],
+    J: "Matrix",
     V: Float[Tensor, "d_in width"],
     k: int,
     steps: int,
@@ -285,6 +285,56 @@ def _rayleigh_ritz(
         return None, math.inf, 0.0
     largest_residual = min(tolerance, max(tolerance / 4, gap / 10))
     return Triplets(U, S, V, residuals, steps), found, largest_residual
+
+
+@dataclass(frozen=True)
+class Products:
+    """A matrix that is known by its products with vectors alone.
+
+    Attributes:
+        multiply: `V ↦ J V`, of as many columns as there are.
+        multiply_transposed: `U ↦ Jᵀ U`.
+        shape, dtype, device: of J; products are computed in `dtype`.
+    """
+
+    multiply: Callable[[Tensor], Tensor]
+    multiply_transposed: Callable[[Tensor], Tensor]
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __matmul__(self, V: Tensor) -> Tensor:
+        return self.multiply(V.to(self.dtype)).to(V.dtype)
+
+    @property
+    def mT(self) -> "Products":
+        """Its transpose."""
+        return Products(
+            self.multiply_transposed,
+            self.multiply,
+            (self.shape[1], self.shape[0]),
+            self.dtype,
+            self.device,
+        )
+
+
+Matrix = Tensor | Products
+
+
+def triplets_of_products(J: Products, k: int, tolerance: float) -> Triplets | None:
+    """Return the k largest singular triplets of J from products with blocks of vectors.
+
+    By a block Krylov space, as `top_triplets`; the Rayleigh–Ritz step is in float64, of
+    products that have J's own rounding. The space may grow to all dimensions: J itself
+    would take as many products. None where residuals do not fall to the tolerance.
+    """
+    spaces = _krylov_spaces(J, k, tolerance / 2, J.shape[1])
+    for steps, space in itertools.islice(spaces, 2):
+        V = torch.linalg.qr(space.double()).Q
+        triplets, found, largest = _rayleigh_ritz(J, V, k, steps, tolerance)
+        if triplets is None or found <= largest:
+            return triplets
+    return None
 
 
 def _read(*numbers: Tensor) -> list[float]:

@@ -1,0 +1,127 @@
+"""Singular triplets from products alone: against the SVD of oracle Jacobians, on wide
+blocks, hard spectra, and blocks without products.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.jacobians.matrix_free import WAY
+from tl_coupling.spectra import Products, triplets_of_products
+
+D = 128
+K = 4
+# Names of what is as wide as the stream, and of the MLP.
+_WIDE = {"hidden_size": D, "intermediate_size": 2 * D}
+WIDE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": D},
+    "gptj": {"n_embd": D},
+    "opt": {"hidden_size": D, "ffn_dim": 2 * D, "word_embed_proj_dim": D},
+    "bloom": {"hidden_size": D},
+    **dict.fromkeys(
+        ["llama", "mistral", "gemma2", "qwen3", "phi", "olmo2", "gpt_neox"], _WIDE
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", WIDE)
+def test_triplets_are_those_of_the_oracles_jacobian(architecture, tokenizer_folder):
+    """On eleven architectures: σ to 1e-5 of σ₁, coupling of two blocks to 1e-4."""
+    model = tiny.huggingface_model(architecture, **WIDE[architecture])
+    trace = tlc.trace(tiny.bridge(model, tokenizer_folder), tiny.TOKENS)
+    t = len(tiny.TOKENS) - 1
+    J = torch.stack(
+        [
+            tiny.oracle_jacobian(model, tiny.TOKENS, layer, t, t)
+            for layer in range(tiny.N_LAYERS)
+        ]
+    ).double()
+    exact = torch.linalg.svd(J)
+    spectra = [tlc.block_spectrum(trace, layer, K) for layer in range(tiny.N_LAYERS)]
+    for found, S in zip(spectra, exact.S, strict=True):
+        assert (found.S - S[:K]).abs().max() <= 1e-5 * S[0]
+        assert WAY in found.method
+        assert found.residuals.max() <= 1e-5
+    A = spectra[1].U.mT.double() @ J[0] @ spectra[1].Vh.mT.double()
+    expected = tlc.comparisons.jacobian_coupling(J, K).coupling()[0, 1]
+    found_coupling = 1 - tlc.normalized_miscoupling(A)
+    assert float(found_coupling) == pytest.approx(float(expected), abs=1e-4)
+
+
+def products_of(J: Tensor) -> Products:
+    return Products(
+        lambda V: J @ V, lambda U: J.mT @ U, tuple(J.shape), J.dtype, J.device
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "name", ["fast decay", "slow decay", "repeated", "low rank", "far from normal"]
+)
+def test_hard_spectra_are_found_or_refused(name, dtype):
+    """No triplet is wrong: either residuals and values are right, or there is none."""
+    S = {
+        "fast decay": torch.logspace(0, -6, 200),
+        "slow decay": torch.linspace(2, 1, 200),
+        "repeated": torch.cat([torch.full((6,), 3.0), torch.linspace(1, 0.1, 194)]),
+        "low rank": torch.cat([torch.linspace(3, 2, 12), torch.zeros(188)]),
+        "far from normal": torch.logspace(2, -1, 200),
+    }[name].double()
+    generator = torch.Generator().manual_seed(0)
+    U, V = tlc.measures.random_rotations(2, 200, generator=generator)
+    J = (U * S @ V.mT).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    found = triplets_of_products(products_of(J), K, tolerance)
+    if name == "slow decay":
+        # Flat: no small space holds its top.
+        assert found is None
+        return
+    assert found is not None
+    assert (found.S - S[:K]).abs().max() <= tolerance * S[0]
+    right = J.double() @ found.V - found.U * found.S
+    left = J.double().mT @ found.U - found.V * found.S
+    for residual in (right, left):
+        assert residual.norm(dim=0).max() <= 1.2 * tolerance * S[0]
+
+
+def test_what_the_iteration_does_not_reach_is_decomposed_in_full(tiny_trace):
+    """A narrow block has no room for a Krylov space; the result is that of `svd`."""
+    found = tlc.block_spectrum(tiny_trace, 0, K, position=3)
+    exact = tlc.svd(tlc.block_jacobian(tiny_trace, 0, position=3), K)
+    torch.testing.assert_close(found.S, exact.S)
+    assert "full SVD" in found.method
+
+
+def test_a_block_that_has_no_second_derivative_is_decomposed_in_full(tokenizer_folder):
+    """Forward mode and a second backward pass both fail in a custom Function."""
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    model = tiny.huggingface_model("llama", **WIDE["llama"])
+    for layer in tiny.layers_of(model):
+        layer.mlp.register_forward_hook(lambda _, args, output: Once.apply(output))
+    blocks = tiny.layers_of(model)
+    ids = torch.tensor([tiny.TOKENS])
+    trace = tlc.trace_modules(blocks, lambda: model(ids))
+    found = tlc.block_spectrum(trace, 1, 2)
+    exact = torch.linalg.svdvals(tlc.block_jacobian(trace, 1))
+    torch.testing.assert_close(found.S, exact[:2])
+
+
+def test_bad_input_is_refused(tiny_trace):
+    with pytest.raises(ValueError, match="k"):
+        tlc.block_spectrum(tiny_trace, 0, tiny.D_MODEL + 1)
+    with pytest.raises(ValueError, match="layer"):
+        tlc.block_spectrum(tiny_trace, 7)
