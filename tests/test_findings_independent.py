@@ -220,6 +220,12 @@ def test_coupling_by_depth(smollm2) -> None:
         V.append(right[:10].T)
         J.append(jacobian)
         x = output
+    n_heads = model.config.num_attention_heads
+    of_other_layers = 30 * n_heads - n_heads
+    n_pairs = 30 * n_heads * of_other_layers
+    assert f"{30 * n_heads} heads make {n_pairs:,} ordered pairs" in TEXT
+    # One head's axes are left out.
+    assert f"defined for {n_pairs - of_other_layers:,} of them" in TEXT
     coupling = np.full((30, 30), np.nan)
     for i in range(30):
         for j in range(30):

@@ -259,6 +259,22 @@ def test_the_page_says_what_removals_on_the_write_side_leave() -> None:
     uniform = np.log(pictures.VOCABULARY) - written["loss"].iloc[0]
     assert f"{uniform:.2f} nats (the loss is {written['loss'].iloc[0]:.2f})" in text
     assert (written.loc[["shared", "principal"], "loss_change"] > uniform).all()
+    fewer = pandas.read_csv(folder / "smollm2-135m-write-1-every-3.csv")
+    fewer = fewer.set_index("kind")
+    assert (fewer["loss_change"] < uniform).all()
+    numbers = fewer.loc["principal"].filter(like="shared_less_this")
+    middle, low, high = (f"{value:.2f}" for value in numbers)
+    said = (
+        f"{fewer.loc['shared', 'loss_change']:.2f} nats, principal directions "
+        f"{fewer.loc['principal', 'loss_change']:.2f}, a difference of "
+        f"{middle} [{low}, {high}]"
+    )
+    assert said.replace("-", "−") in text
+    for kind, name in (
+        ("span", "random ones in the span of activations"),
+        ("unshared", "unshared ones of the same gain"),
+    ):
+        assert f"{name} {fewer.loc[kind, 'loss_change']:.2f}" in text
     of_gemma = pandas.read_csv(folder / "gemma-3-270m-q4_k_m-write-1.csv")
     span = of_gemma.set_index("kind").loc["span"]
     said = f"lie between {span['draws_low']:.2f} and {span['draws_high']:.2f}"
