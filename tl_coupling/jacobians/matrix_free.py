@@ -1,6 +1,7 @@
 """Singular triplets of a block's Jacobian from products with vectors, without J."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,6 +140,7 @@ def _one_by_one(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
 
 def _twice_backward(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
     """Return `J V` as the derivative of `u ↦ Jᵀu`, which is linear."""
-    y, pull_back = torch.func.vjp(t1_to_t2.function, t1_to_t2.x)
-    _, twice = torch.func.vjp(lambda u: pull_back(u)[0], torch.zeros_like(y))
+    vjp: Any = torch.func.vjp
+    y, pull_back = vjp(t1_to_t2.function, t1_to_t2.x)
+    _, twice = vjp(lambda u: pull_back(u)[0], torch.zeros_like(y))
     return torch.func.vmap(lambda v: twice(v)[0], 1, 1)(V)

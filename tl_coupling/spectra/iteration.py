@@ -273,12 +273,14 @@ def _rayleigh_ritz(
     images = J @ V
     squares, ritz_vectors = _descending_eigh(images.mT @ images)
     values = squares.clamp_min(0).sqrt()
-    gap = (values[k - 1] - values[-1]) / values[0]
+    gap_of_block = (values[k - 1] - values[-1]) / values[0]
     S = values[:k]
     V = V @ ritz_vectors[:, :k]
     U = images @ ritz_vectors[:, :k] / S
     residuals = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0) / S[0]
-    share, gap, found = _read(squares[k - 1] / squares[0], gap, residuals.max())
+    share, gap, found = _read(
+        squares[k - 1] / squares[0], gap_of_block, residuals.max()
+    )
     # Below that, left vectors from squares are not orthonormal to a tenth of the
     # tolerance.
     if not share > torch.finfo(V.dtype).eps / (0.1 * tolerance):
