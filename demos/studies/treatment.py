@@ -18,8 +18,8 @@ of its treated twin had. What the treatment does beyond both is what coupling do
 
 `treatment.md` says what is compared, and which sentence each outcome earns; it was
 committed before the models were trained. Models that are finished are kept: a second
-run does what is missing, and the statistics anew. `--table` prints them from a folder's
-`measured.csv` alone.
+run does what is missing, and the statistics anew. Each part of the study has a table of
+its models; what is printed is of all parts in the folder, and `--table` only prints.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from tl_coupling.files import file_name, output_folder, write_atomically
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import small_models as small
 from loss_marks import mean_loss, windows_of
-from treatment_report import MADE_OF, draw, print_report, tables_of
+from treatment_report import MADE_OF, draw, print_report, tables_of_part
 
 LOSS_ALONE = "loss alone"
 LESS_IDENTITY = "less identity"
@@ -210,9 +210,13 @@ def families_of(arguments: argparse.Namespace) -> list[Family]:
         "little": arms("little", weight, base, PLACEBOS),
         "enough": arms("enough", weight, base),
         "speed": [
-            families["speed"](LOSS_ALONE, weight, base, speed) for speed in SPEEDS
+            families["speed"](LOSS_ALONE, weight, base, speed)
+            for speed in (1.0, *SPEEDS)
         ],
-        "identity": [families["identity"](LESS_IDENTITY, weight, base)],
+        "identity": [
+            families["identity"](arm, weight, base)
+            for arm in (LOSS_ALONE, LESS_IDENTITY)
+        ],
         "rate": arms("rate", weight, other_rate),
         "dose": arms("dose", arguments.other_weight, base),
     }
@@ -539,26 +543,39 @@ def study(arguments: argparse.Namespace) -> None:
             for of_family in tqdm(results, "families", len(families)):
                 runs += of_family
         table = table_of(runs)
-        save = partial(table.to_csv, index=False, float_format="%.5g")
-        paths = [write_atomically(out / "measured.csv", save)]
-        # As `--table` reads it, so that both print the same.
-        table = pandas.read_csv(paths[0])
-        tables = tables_of(table)
-        print_report(tables)
-        for name, of_name in tables.items():
-            save = partial(of_name.to_csv, index=False, float_format="%.5g")
-            paths.append(write_atomically(out / f"{name}.csv", save))
-        save = partial(draw(table, tables, arguments.k).savefig, dpi=200, format="png")
+        paths = []
+        for part, of_part in table.groupby("part", sort=False):
+            for name, of_name in tables_of_part(of_part).items():
+                save = partial(of_name.to_csv, index=False, float_format="%.5g")
+                paths.append(write_atomically(out / f"{name}-{part}.csv", save))
+        # As `--table` reads them, so that both print the same.
+        models = read_tables(out, "models")
+        print_report(models)
+        figure = draw(read_tables(out, "curves"), models, arguments.k)
+        save = partial(figure.savefig, dpi=200, format="png")
         paths.append(write_atomically(out / "treatment.png", save))
     print(*paths, sep="\n")
+
+
+def read_tables(folder: Path, name: str) -> pandas.DataFrame:
+    """Return the tables of all parts that are in a folder, in the order of the parts.
+
+    Raises:
+        ValueError: there are none.
+    """
+    paths = [folder / f"{name}-{part}.csv" for part in PARTS]
+    tables = [pandas.read_csv(path) for path in paths if path.exists()]
+    if not tables:
+        raise ValueError(f"there are no results in {folder}: run it without --table")
+    return pandas.concat(tables, ignore_index=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     arguments = arguments_of(argv)
     if arguments.table is not None:
-        table = pandas.read_csv(arguments.table / "measured.csv")
-        return small.status_of(lambda: print_report(tables_of(table)))
+        folder = arguments.table
+        return small.status_of(lambda: print_report(read_tables(folder, "models")))
     return small.status_of(lambda: study(arguments))
 
 

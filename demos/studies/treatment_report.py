@@ -1,6 +1,5 @@
 """The statistics, tables, sentence and figure of `treatment.py`."""
 
-from collections.abc import Mapping
 from functools import cache
 from itertools import pairwise, product
 
@@ -61,37 +60,15 @@ LOOKS = {
 }
 
 
-def tables_of(table: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
-    """Return what each model ended with, means over seeds, and the contrasts.
+def tables_of_part(table: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
+    """Return each model's outcomes, and coupling and losses on the way, means over seeds.
 
     `table` has one row per model and step, of `treatment.table_of`.
     """
-    models = models_of(with_loss_alone(table))
-    return {
-        "models": models,
-        "means": means_of(models),
-        "contrasts": contrasts_of(models),
-    }
-
-
-def with_loss_alone(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Return the table with the models of loss alone in every part that has others of
-    their text, learning rate and seed: a weight is none of theirs.
-    """
-    alone = table[table["arm"] == ALONE].drop_duplicates(
-        ["text", "learning_rate", "seed", "step"]
-    )
-    others = table[table["arm"] != ALONE]
-    tables = [others]
-    for key, of_cell in others.groupby(CELL, sort=False):
-        named = dict(zip(CELL, key, strict=True))
-        is_of_cell = (
-            (alone["text"] == named["text"])
-            & (alone["learning_rate"] == named["learning_rate"])
-            & alone["seed"].isin(of_cell["seed"])
-        )
-        tables.append(alone[is_of_cell].assign(**named))
-    return pandas.concat(tables, ignore_index=True)
+    along = [*CELL, "arm", "step"]
+    shown = ["coupling", "loss_training", "loss_held_out"]
+    curves = table.groupby(along, sort=False)[shown].mean().reset_index()
+    return {"models": models_of(table), "curves": curves}
 
 
 def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -276,15 +253,15 @@ def sentence_of(contrasts: pandas.DataFrame) -> str:
     return f"Whether coupling promotes generalization is not decided {directions}."
 
 
-def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
-    """Print the tables, one after the other, and the sentence."""
+def print_report(models: pandas.DataFrame) -> None:
+    """Print means and contrasts, one part after the other, and the sentence."""
     print("Means over seeds")
-    for key, rows in tables["means"].groupby(CELL, sort=False):
+    for key, rows in means_of(models).groupby(CELL, sort=False):
         print("\n" + title_of(key))
         columns = ["arm", "n", *list(rows.columns)[len(CELL) + 2 :]]
         turned = rows[columns].set_index("arm").T
         print(turned.to_string(float_format="{:.3f}".format))
-    contrasts = tables["contrasts"]
+    contrasts = contrasts_of(models)
     print(
         "\nDifferences, paired by seed: 95 % t intervals (the two of the primary outcome "
         "with placebos hold together); p of all changes of sign"
@@ -305,18 +282,16 @@ def title_of(key: tuple[str, str, float, float]) -> str:
     return f"{part}: {text} text, learning rate {rate:g}, weight {weight:g}"
 
 
-def draw(
-    table: pandas.DataFrame, tables: Mapping[str, pandas.DataFrame], k: int
-) -> Figure:
+def draw(curves: pandas.DataFrame, models: pandas.DataFrame, k: int) -> Figure:
     """Draw coupling on the way, above, and what it did to the loss, below; a column for
     each amount of text.
     """
-    texts = [t for t in ("little", "enough") if t in set(table["part"])]
+    texts = [t for t in ("little", "enough") if t in set(models["part"])]
     figure = labels.new_figure(labels.PAGE_WIDTH, 6.4)
     grid = figure.subplots(2, len(texts), sharey="row", squeeze=False)
-    contrasts = tables["contrasts"]
+    contrasts = contrasts_of(models)
     for column, text in enumerate(texts):
-        draw_coupling(grid[0, column], table[table["part"] == text], k)
+        draw_coupling(grid[0, column], curves[curves["part"] == text], k)
         grid[0, column].set_title(f"{text} text", fontsize="small")
         draw_differences(grid[1, column], contrasts[contrasts["part"] == text])
     grid[0, 0].set_ylabel(f"mean coupling, k = {k}", fontsize="small")
@@ -337,15 +312,14 @@ def draw(
     return figure
 
 
-def draw_coupling(ax: Axes, runs: pandas.DataFrame, k: int) -> None:
+def draw_coupling(ax: Axes, curves: pandas.DataFrame, k: int) -> None:
     """Draw coupling by step, a line for each arm."""
-    measured = runs.dropna(subset="coupling")
+    measured = curves.dropna(subset="coupling")
     for arm, (color, style) in LOOKS.items():
         of_arm = measured[measured["arm"] == arm]
         if len(of_arm):
-            means = of_arm.groupby("step")["coupling"].mean()
             look = {"color": color, "linestyle": style, "linewidth": 1.4}
-            ax.plot(means, label=arm, **look)
+            ax.plot(of_arm["step"], of_arm["coupling"], label=arm, **look)
     ax.axhline(mean_random_coupling(k), label=RANDOM_SUBSPACES, **labels.NULL_LINE)
     ax.set_xlabel("training step", fontsize="small")
     ax.tick_params(labelsize="small")

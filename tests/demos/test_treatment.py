@@ -80,17 +80,16 @@ def planted(effects: Mapping[str, float], noise: float = 0.01) -> pandas.DataFra
     ],
 )
 def test_each_planted_outcome_earns_its_sentence(effects, expected):
-    tables = report.tables_of(planted(effects))
-    sentence = report.sentence_of(tables["contrasts"])
-    assert expected in sentence
+    contrasts = report.contrasts_of(report.models_of(planted(effects)))
+    assert expected in report.sentence_of(contrasts)
 
 
 def test_nothing_is_said_where_the_treatment_failed_or_noise_is_large():
     table = planted({"up": -0.1})
     table.loc[table["arm"] == "up", "coupling"] = 0.15
-    contrasts = report.tables_of(table)["contrasts"]
+    contrasts = report.contrasts_of(report.models_of(table))
     assert "treatment failed" in report.sentence_of(contrasts)
-    noisy = report.tables_of(planted({}, noise=0.2))["contrasts"]
+    noisy = report.contrasts_of(report.models_of(planted({}, noise=0.2)))
     assert "not decided" in report.sentence_of(noisy)
 
 
@@ -128,16 +127,17 @@ def test_the_outcome_is_the_mean_over_the_band_above_the_worst_last_loss():
     assert models.loc[(0, "up"), "step in the band"] == pytest.approx(steps.mean())
 
 
-def test_loss_alone_stands_in_every_part_of_its_rate():
-    table = planted({})
-    other = table[(table["arm"] == "up") & (table["seed"] < 3)]
-    other = other.assign(part="identity", arm="less identity", weight=0.1)
-    joined = report.with_loss_alone(pandas.concat([table, other]))
-    models = report.models_of(joined)
-    contrasts = report.contrasts_of(models)
-    row = contrasts[contrasts["contrast"] == "less identity − loss alone"]
-    assert set(row["part"]) == {"identity"}
-    assert set(row["n"]) == {3}
+def test_loss_alone_is_in_every_part():
+    families = treatment.families_of(treatment.arguments_of(["--jobs", "1"]))
+    arms: dict[str, set[str]] = {}
+    for family in families:
+        arms.setdefault(family.part, set()).add(family.arm)
+    assert set(arms) == set(treatment.PARTS)
+    assert all(treatment.LOSS_ALONE in of_part for of_part in arms.values())
+    n_seeds = {
+        part: len({f.config.seed for f in families if f.part == part}) for part in arms
+    }
+    assert n_seeds == dict.fromkeys(treatment.PARTS, 8) | {"little": 16}
 
 
 @pytest.fixture(scope="module")
@@ -239,12 +239,12 @@ def test_the_study_runs_resumes_and_prints_what_it_found(small_text, tmp_path):
         return said.getvalue()
 
     output = printed(*options)
-    table = pandas.read_csv(tmp_path / "measured.csv")
-    assert set(table["arm"]) == {*ARMS, "less identity"}
-    means = table[table["step"] == 24].groupby("arm")["coupling"].mean()
+    models = treatment.read_tables(tmp_path, "models")
+    assert set(models["arm"]) == {*ARMS, "less identity"}
+    means = models.groupby("arm")["coupling"].mean()
     assert means["up"] > means["loss alone"] > means["down"]
     assert "less identity − loss alone" in output
-    assert report.sentence_of(pandas.read_csv(tmp_path / "contrasts.csv")) in output
+    assert report.sentence_of(report.contrasts_of(models)) in output
     assert printed("--table", str(tmp_path)) in output
     assert (tmp_path / "treatment.png").stat().st_size > 10_000
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "measured").glob("*.nc")}
