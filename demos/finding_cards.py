@@ -285,11 +285,39 @@ def directions() -> Figure:
 
 
 # By the name of the page under docs/findings.
+def treatment() -> Figure:
+    """Held-out loss against coupling, both at equal training loss, by objective."""
+    figure, ax = card()
+    models = pandas.read_csv(RESULTS / "treatment" / "models-little.csv")
+    looks = {
+        "down": (labels.VERMILION, "s"),
+        "loss alone": (labels.BLACK, "o"),
+        "up": (labels.BLUE, "^"),
+    }
+    for arm, (color, marker) in looks.items():
+        rows = models[models["arm"] == arm]
+        ax.plot(
+            rows["coupling in the band"],
+            rows["held-out loss in the band"],
+            marker,
+            color=color,
+            markersize=5,
+            alpha=0.7,
+            label={"up": "raised", "down": "lowered"}.get(arm, arm),
+        )
+    null = tlc.measures.mean_random_coupling(8)
+    ax.axvline(null, **NULL_LINE)
+    ax.set(xlabel="mean coupling (dotted: chance)", ylabel="held-out loss, nats")
+    figure.legend(**LEGEND | {"ncols": 3})
+    return figure
+
+
 CARDS: dict[str, Callable[[], Figure]] = {
     "depth": depth,
     "trajectories": trajectories,
     "training": training,
     "generalization": generalization,
+    "treatment": treatment,
     "redundancy": redundancy,
     "heads-and-mlps": heads_and_mlps,
     "amplification": amplification,

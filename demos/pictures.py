@@ -27,6 +27,8 @@ from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 sys.path.append(str(Path(__file__).parent / "studies"))
 import capacity_report
 import gap_report
+import treatment as treatment_study
+import treatment_report
 from finding_cards import CARDS
 
 RESULTS = Path(__file__).parent / "studies" / "results"
@@ -202,6 +204,15 @@ def gap() -> Figure:
     return gap_report.draw(pandas.read_csv(RESULTS / "gap" / "measured.csv"))
 
 
+def treatment() -> Figure:
+    """Coupling raised and lowered by an objective, and the held-out loss."""
+    folder = RESULTS / "treatment"
+    curves, models = [
+        treatment_study.read_tables(folder, name) for name in ("curves", "models")
+    ]
+    return treatment_report.draw(curves, models, k=8)
+
+
 # README's picture lies beside the pages, those of findings in a folder.
 PICTURES: dict[str, Callable[[], Figure]] = {
     "coupling.png": coupling,
@@ -214,6 +225,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/redundancy.png": redundancy,
     "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
+    "pictures/treatment.png": treatment,
     **{f"pictures/card-{name}.png": draw for name, draw in CARDS.items()},
 }
 

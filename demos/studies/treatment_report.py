@@ -306,9 +306,8 @@ def draw(curves: pandas.DataFrame, models: pandas.DataFrame, k: int) -> Figure:
         fontsize="small",
     )
     small = "lines: means over seeds; bars: 95 % t intervals of paired differences"
-    labels.entitle(
-        figure, f"Coupling raised and lowered, and the held-out loss\n{small}"
-    )
+    title = "Coupling is raised and lowered; the held-out loss hardly follows"
+    labels.entitle(figure, f"{title}\n{small}")
     return figure
 
 

@@ -25,6 +25,8 @@ OPTIONS = (
     "--warmup 2 --vocabulary 300 --n-ctx 16 --windows 4 --held-out 4 --passages 1 "
     "--evaluate 4 --measure 12 --k 4 --jobs 1 --parts little identity"
 )
+RESULTS = Path(treatment.__file__).parent / "results" / "treatment"
+DOCS = Path(__file__).parents[2] / "docs"
 N_SEEDS = 16
 STEPS = np.arange(0, 101, 10)
 ARMS = [
@@ -271,3 +273,53 @@ def test_the_committed_page_says_what_the_code_does():
     assert f"λ = {defaults['weight']}" in page
     assert f"λ = {defaults['other-weight']}" in page
     assert f"{defaults['seeds']} seeds" in page
+
+
+def test_the_page_of_findings_has_the_committed_numbers():
+    """Recomputed from the table of models by pandas and scipy alone."""
+    models = pandas.read_csv(RESULTS / "models-little.csv")
+    assert models.groupby("arm")["seed"].nunique().eq(16).all()
+    page = (DOCS / "findings" / "treatment.md").read_text()
+    card = (DOCS / "findings.md").read_text()
+    values = {
+        name: models.pivot(index="seed", columns="arm", values=name)
+        for name in models.columns
+        if name not in ("arm", "seed", "part", "text")
+    }
+    loss = values["held-out loss in the band"]
+    coupling = values["coupling in the band"]
+
+    def said(difference: pandas.Series, level: float = 0.95) -> str:
+        test = stats.ttest_1samp(difference, 0)
+        numbers = (difference.mean(), *test.confidence_interval(level))
+        mean, low, high = [
+            f"{x:.3f}".replace("-0.000", "0.000")
+            .replace("0.", ".", 1)
+            .replace("-", "−")
+            for x in numbers
+        ]
+        return f"{mean} [{low}, {high}]"
+
+    for arm in ARMS:
+        row = f"| {arm} | {coupling[arm].mean():.3f} | {loss[arm].mean():.3f} |"
+        row = row.replace("| 0.", "| .")
+        if arm != report.ALONE:
+            row += f" {said(loss[arm] - loss[report.ALONE])} |"
+        assert row in page
+    for arm in ("up", "down"):
+        primary = said(loss[arm] - loss[f"placebo {arm}"], 0.975)
+        assert primary in page
+        assert primary in card
+    gap = values["gap at the end"]
+    training = values["training loss at the end"]
+    end = values["held-out loss at the end"]
+    assert said(gap["up"] - gap[report.ALONE]).strip("−") in page.replace(
+        ".054 nats [.031, .076]", ".054 [−.076, −.031]"
+    )
+    assert said(training["up"] - training[report.ALONE]) in page
+    assert said(end["up"] - end[report.ALONE]) in page
+    behind = values["step in the band"]
+    assert f"{(behind['up'] - behind[report.ALONE]).mean():.0f} steps behind" in page
+    sentence = report.sentence_of(report.contrasts_of(models))
+    assert sentence.startswith("Effects of coupling on the held-out loss beyond ±0.03")
+    assert (RESULTS / "report.txt").read_text().rstrip().endswith(sentence)
