@@ -1,9 +1,13 @@
 """The study of what coupling is made of: its changes on Jacobians that are known."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pandas
 import pytest
 import torch
+from scipy import stats
 
 import composition
 import tiny
@@ -89,3 +93,60 @@ def test_tables_say_where_whitening_lies_among_turned_metrics():
     table.loc[low, "coupling"] = 0.0
     assert "lower: 0.095" in composition.beside_random_metrics(table)
     assert composition.share_of_identity(table).endswith("0.5")
+
+
+def test_the_page_has_the_committed_numbers():
+    """Recomputed from the tables by pandas and scipy alone."""
+    folder = Path(composition.__file__).parent / "results" / "composition"
+    page = (Path(__file__).parents[2] / "docs/findings/depth.md").read_text()
+    section = page.partition("## What coupling is made of")[2]
+    rows = {
+        "as they are": "raw",
+        "without multiples of the identity": "without identity",
+        "and without the mean direction and the eight largest dimensions": "without "
+        "large directions",
+        "in the metric in which the stream is isotropic": "whitened",
+        "the same, with ten times the shrinkage": "whitened, shrinkage 0.1",
+        "in the metric of the second moment itself": "in the second moment",
+        "turned at random, with their multiples of the identity put back": "identity "
+        "alone",
+        "turned at random": "turned",
+    }
+    tables = [
+        pandas.read_csv(folder / f"{name}.csv")
+        for name in ("smollm2-135m", "gemma-3-270m-q4_k_m")
+    ]
+
+    def said(values: pandas.Series) -> str:
+        low, high = stats.ttest_1samp(values, 0).confidence_interval()
+        text = f"{values.mean():.3f} [{low:.3f}, {high:.3f}]"
+        return text.replace("-0.000", "0.000")
+
+    for name, change in rows.items():
+        cells = []
+        for table in tables:
+            is_meant = (table["model"] == "trained") & (table["change"] == change)
+            cells.append(said(table[is_meant]["coupling"]))
+        assert f"| {name} | {cells[0]} | {cells[1]} |" in section
+    for table, whitened, turned in (
+        (tables[0], ".013", ".008 (.001 to .021)"),
+        (tables[1], ".006", ".055, from .036 to .078"),
+    ):
+        drawn = table[table["change"] == composition.AT_RANDOM]
+        means = drawn.groupby("draw")["coupling"].mean()
+        assert len(means) == 20
+        numbers = re.findall(r"\.\d+", turned)
+        found = [means.mean(), means.min(), means.max()]
+        assert [f"{x:.3f}"[1:] for x in found] == numbers
+        same = (
+            (table["model"] == "trained")
+            & (table["change"] == "whitened")
+            & table["text"].isin(drawn["text"])
+        )
+        assert f"{table[same]['coupling'].mean():.3f}"[1:] == whitened
+        assert turned in section
+        twins = table[(table["model"] == "untrained")].groupby("change")["coupling"]
+        shown = twins.mean().drop(
+            ["planted", "planted, whitened", "u·v of the top ten pairs"]
+        )
+        assert shown.abs().max() < 0.002
