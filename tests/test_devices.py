@@ -54,6 +54,20 @@ ON_THE_CPU = {
     "torch.tensor([0.025, 0.975], dtype=means.dtype)": "of these draws",
     "torch.full((2, rank), torch.nan)": "of such sums",
     "torch.tensor(energies)": "of such sums",
+    # A subspace of one's own has the tensors of one that was found, empty.
+    "torch.zeros(2, n_layers, d, 0)": "of such sums",
+    "torch.zeros(2, 0, rank)": "of such sums",
+    "torch.zeros(0, rank)": "of such sums",
+    "torch.zeros(n_layers, d)": "of such sums",
+    "torch.full((2, n_layers, 3), torch.nan)": "of such sums",
+    "torch.eye(rank)": "beside a basis that was moved to the CPU",
+    # Intervals and tables.
+    "torch.tensor(intervals, dtype=torch.float64)": "of draws on the CPU",
+    "torch.full((int(distances.max()) + 1, 2), torch.nan)": "of draws on the CPU",
+    "torch.tensor(quantile_interval(means))": "of draws on the CPU",
+    "torch.eye(n_layers, dtype=torch.bool)": "beside draws on the CPU",
+    "torch.tensor(self.full.null())": "a number of a table",
+    "torch.tensor(self.null(measure))": "a number of a table",
     (
         "torch.randn(d, width + _N_PROBES, generator=generator)"
     ): "drawn on the CPU, and moved",

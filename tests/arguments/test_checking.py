@@ -178,6 +178,8 @@ def fitting(
         "without_shared": {"J": SQUARE[None]},
         "draws_of_random_subspaces": {"d_model": 2},
         "coupled_gradient": {"S": torch.ones(1, 2), "error": torch.ones(2)},
+        "coupling_of_jacobians": {"J": torch.ones(2, 2, 2)},
+        "in_metric": {"metric": torch.eye(2)},
         "gradient_prediction": {"error": torch.ones(trace.d_model)},
         "inverse_singular_value_fit": {"S": torch.ones(2, 2)},
         "prompts_per_task": {"prompts": [tlc.Prompt("b", "a")]},

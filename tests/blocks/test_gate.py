@@ -7,6 +7,7 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -397,7 +398,7 @@ def test_where_one_direction_is_against_a_derivative_two_others_decide(
         if change not in directions:
             directions.append(change.expected)
         verdict = verdicts[directions.index(change)]
-        return torch.full_like(scale, verdict, dtype=torch.bool)
+        return np.full(len(scale), verdict)
 
     monkeypatch.setattr("tl_coupling.blocks.gate.converges", judge)
     trace = tlc.trace(model, tiny.TOKENS)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xarray
@@ -329,7 +330,7 @@ def one_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def converges(deviation, scale, size):
         deviation(0.01)
-        return torch.ones_like(scale, dtype=torch.bool)
+        return np.ones(len(scale), dtype=bool)
 
     monkeypatch.setattr(gate, "converges", converges)
 

@@ -181,8 +181,12 @@ def test_adapters_and_chat_templates_do_no_harm(
     model_folders.poison_chat_template(folder, witness)
     tlc.trace(tlc.load_model(str(folder)), "w7 w8")
     model_folders.poison_adapter(folder, witness)
-    if not untrained and importlib.util.find_spec("peft") is None:
-        with pytest.raises(tlc.ModelError, match="needs peft"):
+    if not untrained:
+        # Without peft it is asked for; with it the adapter's own file, a pickle, is
+        # not read.
+        has_peft = importlib.util.find_spec("peft") is not None
+        message = "could not load" if has_peft else "needs peft"
+        with pytest.raises(tlc.ModelError, match=message):
             tlc.load_model(str(folder))
         untrained = True
     model = tlc.load_model(str(folder), untrained=untrained)

@@ -374,7 +374,7 @@ class _Found(NamedTuple):
             depth,
             depth,
             (vectors.to(J) @ (J if is_written else J.mT)).norm(dim=1),
-            torch.arange(len(vectors)),
+            torch.arange(len(vectors), device=vectors.device),
             directions.layer,
             {
                 **trace.provenance,

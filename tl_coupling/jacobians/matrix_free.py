@@ -115,7 +115,7 @@ def _triplets(
         triplets.S.to(x.dtype),
         triplets.V.mT.to(x.dtype),
         triplets.residuals.to(x.dtype),
-        torch.tensor(triplets.steps, dtype=torch.int32),
+        torch.tensor(triplets.steps, dtype=torch.int32, device=x.device),
         way=WAY,
     )
 

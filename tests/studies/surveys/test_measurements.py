@@ -424,7 +424,8 @@ def test_settings_that_no_model_fits_are_refused_at_once(
 def test_settings_survive_json() -> None:
     plan = SMALL.as_plan()
     assert json.loads(json.dumps(plan)) == plan
-    whole = replace(SMALL, dynamics=True, carriers=True).as_plan()
+    added_later = {"without": "identity", "metric": "stream"}
+    whole = replace(SMALL, dynamics=True, carriers=True, **added_later).as_plan()
     assert whole.keys() == Settings.__dataclass_fields__.keys()
 
 
