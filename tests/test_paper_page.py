@@ -173,7 +173,9 @@ def test_every_command_runs_prints_and_draws_what_is_named(
             exec(
                 script.replace("smollm2-135m", "models/width64/step256").replace(
                     "What is the", "w1 w2 w3"
-                )
+                ),
+                # One namespace, as of a script: comprehensions see its names.
+                {},
             )
     assert Path("sizes.png").exists()
     check_pictures(folder)

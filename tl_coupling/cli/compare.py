@@ -68,7 +68,7 @@ def compare(
 
       tl-coupling compare --prompts prompts.jsonl --other-untrained --out compared
 
-      tl-coupling compare --model gpt2 --other-model distilgpt2 --prompts prompts.jsonl
+      tl-coupling compare --model EleutherAI/pythia-70m --other-model EleutherAI/pythia-70m-deduped
 
       tl-coupling compare --model EleutherAI/pythia-160m --checkpoint 1000 --other-checkpoint 143000
 
