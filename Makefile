@@ -64,7 +64,7 @@ study-capacity: .venv/ready
 study-generalization: .venv/ready
 	.venv/bin/python demos/studies/gap.py --out out/$@$(if $(SMALL),-small --small)
 
-# Up to two hours; it resumes.
+# Hours; it resumes.
 study-treatment: .venv/ready
 	.venv/bin/python demos/studies/treatment.py --out out/$@$(if $(SMALL),-small --small)
 

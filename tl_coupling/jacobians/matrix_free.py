@@ -1,6 +1,7 @@
 """Singular triplets of a block's Jacobian from products with vectors, without J."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,12 @@ from torch import Tensor
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace, is_out_of_memory
 from tl_coupling.jacobians.jacobians import block_jacobian
-from tl_coupling.jacobians.products import Differentiated, differentiated
+from tl_coupling.jacobians.products import (
+    Differentiated,
+    differentiated,
+    forward_mode,
+    twice_backward,
+)
 from tl_coupling.spectra import (
     Products,
     Spectrum,
@@ -121,26 +127,22 @@ def _triplets(
 
 
 def _forward_mode(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
-    """Return `J V` by forward mode."""
-    x = t1_to_t2.x
-
-    def product(v: Tensor) -> Tensor:
-        tangent: Tensor = torch.func.jvp(t1_to_t2.function, (x,), (v,))[1]
-        return tangent
-
+    """Return `J V` by forward mode, all columns at once."""
+    product = partial(forward_mode, t1_to_t2.function, t1_to_t2.x)
     return torch.func.vmap(product, 1, 1)(V)
 
 
-def _one_by_one(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
-    """Return `J V` without torch.func, for blocks that call functions unknown to it."""
-    x = t1_to_t2.x
-    columns = [torch.autograd.functional.jvp(t1_to_t2.function, x, v)[1] for v in V.mT]
-    return torch.stack(columns, 1)
-
-
 def _twice_backward(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
-    """Return `J V` as the derivative of `u ↦ Jᵀu`, which is linear."""
+    """Return `J V` as the derivative of `u ↦ Jᵀu`, which is linear, all at once."""
     vjp: Any = torch.func.vjp
     y, pull_back = vjp(t1_to_t2.function, t1_to_t2.x)
     _, twice = vjp(lambda u: pull_back(u)[0], torch.zeros_like(y))
     return torch.func.vmap(lambda v: twice(v)[0], 1, 1)(V)
+
+
+def _one_by_one(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
+    """Return `J V` column by column, for blocks that call functions unknown to
+    torch.func.
+    """
+    product = partial(twice_backward, t1_to_t2.function, t1_to_t2.x)
+    return torch.stack([product(v) for v in V.mT], 1)

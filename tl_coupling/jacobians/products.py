@@ -78,7 +78,7 @@ def block_jvp(
     v = _checked_vector(vector, x)
     with t1_to_t2.block.evaluation():
         # Forward mode lacks rules for some operations; a second backward pass has them.
-        for jvp in (_forward_mode, _twice_backward):
+        for jvp in (forward_mode, twice_backward):
             try:
                 return jvp(t1_to_t2.function, x, v)
             except Exception as error:
@@ -90,12 +90,14 @@ def block_jvp(
         return J @ v
 
 
-def _forward_mode(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
+def forward_mode(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
+    """Return `J v` by forward mode."""
     tangent: Tensor = torch.func.jvp(function, (x,), (v,))[1]
     return tangent
 
 
-def _twice_backward(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
+def twice_backward(function: RowFunction, x: Tensor, v: Tensor) -> Tensor:
+    """Return `J v` by differentiating the backward pass, without torch.func."""
     tangent: Tensor = torch.autograd.functional.jvp(function, x, v)[1]
     return tangent
 
