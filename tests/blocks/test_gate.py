@@ -392,9 +392,9 @@ def test_where_one_direction_is_against_a_derivative_two_others_decide(
     """
     directions: list[float] = []
 
-    def judge(deviation, scale, size):
+    def judge(deviations, scale, size):
         # Each is judged again where streams are moved one by one.
-        change = pytest.approx(float(deviation(1.0)[0]), rel=1e-4)
+        change = pytest.approx(float(deviations([1.0])), rel=1e-4)
         if change not in directions:
             directions.append(change.expected)
         verdict = verdicts[directions.index(change)]

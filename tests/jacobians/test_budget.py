@@ -328,8 +328,8 @@ def one_move(monkeypatch: pytest.MonkeyPatch) -> None:
     first decides.
     """
 
-    def converges(deviation, scale, size):
-        deviation(0.01)
+    def converges(deviations, scale, size):
+        deviations([0.01])
         return np.ones(len(scale), dtype=bool)
 
     monkeypatch.setattr(gate, "converges", converges)

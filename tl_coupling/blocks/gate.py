@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from einops import einsum
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from tl_coupling.blocks.errors import DerivativeError, StepError
 from tl_coupling.blocks.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.blocks.hooks import backward_hooks_of_user, hooks_of_user
 from tl_coupling.blocks.rows import EvaluatedBlock, mlp_on_rows
-from tl_coupling.blocks.slopes import converges, deviation_of_one_move
+from tl_coupling.blocks.slopes import converges
 from tl_coupling.blocks.stairs import Stairs
 from tl_coupling.blocks.stream_norms import FAR, normalises, stays_small
 
@@ -190,20 +189,25 @@ class CheckedBlock(EvaluatedBlock):
             t2: the output position.
         """
         reference = self.reference(t2)
-        stream_norm = self.X[t2].norm()
-        scale = reference.y.norm() + _SHARE_OF_STREAM * stream_norm
-        agrees = [(y - reference.y).norm() <= TOLERANCE * scale]
         u = reference.u
-        identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm()
-        rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * reference.rows.norm()
-        for uJ, position in zip(products, t1, strict=True):
-            expected = reference.rows[position]
-            tolerance = TOLERANCE * expected.norm() + rounding_tolerance
-            if position == t2:
-                tolerance = tolerance + identity_tolerance
-            agrees.append((uJ - expected).norm() <= tolerance)
+        vectors = torch.stack([y - reference.y, reference.y, self.X[t2], u])
+        differences = torch.stack(list(products)) - reference.rows[list(t1)]
         # One reading, for which a device waits once.
-        return bool(torch.stack(agrees).all())
+        norms = torch.cat(
+            [rows.norm(dim=1) for rows in (vectors, differences, reference.rows)]
+        ).tolist()
+        error, y_norm, stream_norm, u_norm = norms[:4]
+        errors = norms[4 : -len(reference.rows)]
+        row_norms = norms[-len(reference.rows) :]
+        agrees = [error <= TOLERANCE * (y_norm + _SHARE_OF_STREAM * stream_norm)]
+        identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u_norm
+        rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * math.hypot(*row_norms)
+        for error, position in zip(errors, t1, strict=True):
+            tolerance = TOLERANCE * row_norms[position] + rounding_tolerance
+            if position == t2:
+                tolerance += identity_tolerance
+            agrees.append(error <= tolerance)
+        return all(agrees)
 
     def changed(self) -> StepError:
         """Return the error where the full sequence no longer agrees with itself."""
@@ -428,28 +432,23 @@ class CheckedBlock(EvaluatedBlock):
         generator = torch.Generator().manual_seed(self.layer + _MOST_LAYERS * direction)
         V = torch.randn(X.shape, generator=generator, dtype=torch.float64)
         V = size * V.to(X)
-        positions = list(references)
-        Y = forward.Y
+        places = torch.tensor(list(references), device=X.device)
+        Y = forward.Y[places]
         u = torch.stack([reference.u for reference in references.values()])
         uJ = torch.stack([reference.rows for reference in references.values()])
         scale = (uJ * size).flatten(1).norm(dim=1)
-        rounded_size = (X.norm(dim=1) + Y.norm(dim=1))[positions]
+        rounded_size = X[places].norm(dim=1) + Y.norm(dim=1)
 
         def deviations(added_of_streams: _OfEach, moves: list[float]) -> Tensor:
-            moved = torch.stack([X + move * V for move in moves])
+            moved = torch.stack([torch.add(X, V, alpha=move) for move in moves])
             with forward.context():
-                change = added_of_streams(moved)[:, positions] - Y[positions]
-            predicted = einsum(
-                uJ, moved - X, "output n_pos d_model, move n_pos d_model -> move output"
-            )
-            change_along_u = einsum(
-                change, u, "move output d_model, output d_model -> move output"
-            )
-            return change_along_u - predicted
+                change = added_of_streams(moved)[:, places] - Y
+            # uᵀJ ΔX of every move and output, summed over rows and their entries.
+            predicted = (moved - X).flatten(1) @ uJ.flatten(1).mT
+            return torch.linalg.vecdot(change, u) - predicted
 
         def judged(added_of_streams: _OfEach) -> Bool[np.ndarray, " n_references"]:
-            deviation = deviation_of_one_move(partial(deviations, added_of_streams))
-            return converges(deviation, scale, rounded_size)
+            return converges(partial(deviations, added_of_streams), scale, rounded_size)
 
         # Over several streams together, what was stopped may be a constant.
         if forward.stop is None:

@@ -41,13 +41,15 @@ _ABRUPT = 0.05
 _ROUNDING = 2
 _MOST_ROUNDING = 0.01
 
-# `uᵀ[f(X + ΔX) − f(X)]` less `uᵀJ ΔX` at a signed move h, where ΔX is hV as it is
+# `uᵀ[f(X + ΔX) − f(X)]` less `uᵀJ ΔX` at signed moves h, where ΔX is hV as it is
 # rounded in X + hV.
-Deviation = Callable[[float], Float[Tensor, " n_outputs"]]
+Deviations = Callable[[list[float]], Float[Tensor, "n_moves n_outputs"]]
 
 
+# What overflows, or is not a number, is far from right: no warning.
+@np.errstate(over="ignore", invalid="ignore")
 def converges(
-    deviation: Deviation,
+    deviations: Deviations,
     scale: Float[Tensor, " n_outputs"],
     size: Float[Tensor, " n_outputs"],
 ) -> Bool[np.ndarray, " n_outputs"]:
@@ -60,88 +62,77 @@ def converges(
     from right must not vanish faster than that, and must be settled twice in a row. The
     first move may be far off all the same.
 
+    The first move decides in most blocks. Where it does not, the same to the other side
+    is asked for next, together with both sides of half of it.
+
     Args:
-        deviation: what a move changes in each output, less what its derivative
-            predicts.
+        deviations: what moves change in each output, less what its derivative predicts.
         scale: the typical slope of each output: its standard deviation over random
             directions V.
         size: how large the numbers are whose rounding enters each output.
 
-    Cost: one or two calls of `deviation` in most blocks; at most 22.
+    Cost: one or two calls of `deviations` in most blocks; at most 6.
     """
+    # Read together: a device waits once for each call of the block.
+    read = torch.cat([deviations([_FIRST_MOVE]), torch.stack([scale, size])])
+    first, slope, magnitude = read.cpu().numpy()
+    known = {_FIRST_MOVE: first}
+
+    def error_at(move: float) -> Float[np.ndarray, " n_outputs"]:
+        if move not in known:
+            half = abs(move) / 2
+            both_sides = [move] if move == -_FIRST_MOVE else [move, -move]
+            moves = [*both_sides, half, -half]
+            known.update(zip(moves, deviations(moves).cpu().numpy(), strict=True))
+        return known[move] / move
+
     # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
-    rounding = _ROUNDING * torch.finfo(torch.float32).eps * (size + scale)
-    above = deviation(_FIRST_MOVE) / _FIRST_MOVE
-    if bool((above.abs() <= _SETTLED * scale + rounding / _FIRST_MOVE).all()):
-        return np.ones(len(scale), dtype=bool)
+    eps = torch.finfo(torch.float32).eps
+    rounding = _ROUNDING * eps * (magnitude + slope)
+    above = error_at(_FIRST_MOVE)
+    is_settled = np.abs(above) <= _SETTLED * slope + rounding / _FIRST_MOVE
+    if is_settled.all():
+        return is_settled
 
     # Of the errors from above, from below, and in the mean: by what factor half the
     # move divides them.
-    factor = scale.new_tensor([2.0, 2.0, 4.0])[:, None]
-    converged = torch.zeros_like(scale, dtype=torch.bool)
-    never_far = torch.ones_like(scale, dtype=torch.bool)
-    smooth = torch.ones_like(factor * scale, dtype=torch.bool)
+    factor = np.array([[2], [2], [4]], dtype=above.dtype)
+    converged = np.zeros(len(above), dtype=bool)
+    never_far = ~converged
+    smooth = np.ones((3, len(above)), dtype=bool)
     larger: _Errors | None = None
     move = _FIRST_MOVE
-    while move >= _LAST_MOVE and not bool(converged.all()):
-        if larger is not None:
-            above = deviation(move) / move
-        below = deviation(-move) / -move
-        error = torch.stack([above, below, (above + below) / 2])
-        tolerance = _SETTLED * scale + rounding / move
-        is_far = error.abs() > _FAR * scale + rounding / move
-        settled = error.abs() <= tolerance
-        never_far &= ~is_far[0] & ~is_far[1]
+    while move >= _LAST_MOVE and not converged.all():
+        above = error_at(move)
+        below = error_at(-move)
+        error = np.stack([above, below, (above + below) / 2])
+        tolerance = _SETTLED * slope + rounding / move
+        is_far = np.abs(error) > _FAR * slope + rounding / move
+        settled = np.abs(error) <= tolerance
+        never_far = never_far & ~is_far[0] & ~is_far[1]
         long_enough = never_far
         if larger is not None:
             extrapolated = (factor * error - larger.error) / (factor - 1)
-            settled |= (extrapolated.abs() <= tolerance) & ~is_far
+            settled |= (np.abs(extrapolated) <= tolerance) & ~is_far
             overshoots = (
-                -larger.error.sign() * extrapolated > _ABRUPT * scale + rounding / move
+                -np.sign(larger.error) * extrapolated
+                > _ABRUPT * slope + rounding / move
             )
             if move < _FIRST_MOVE / 2:
-                smooth = torch.where(larger.is_far & ~is_far, ~overshoots, smooth)
+                smooth = np.where(larger.is_far & ~is_far, ~overshoots, smooth)
             long_enough = never_far | larger.settled
-        is_exact = rounding / move <= _MOST_ROUNDING * scale
+        is_exact = rounding / move <= _MOST_ROUNDING * slope
         if larger is None:
-            is_exact = torch.ones_like(is_exact)
+            is_exact = np.ones_like(is_exact)
         converged |= (settled & long_enough & smooth).any(0) & is_exact
         larger = _Errors(error, settled, is_far)
         move /= 2
-    return converged.cpu().numpy()
-
-
-def deviation_of_one_move(deviations: Callable[[list[float]], Tensor]) -> Deviation:
-    """Return the deviation of one move, from those of several computed together.
-
-    The first move decides in most blocks. Where it does not, the same to the other side
-    is asked for next, and then both sides of half of it.
-
-    Args:
-        deviations: of several moves, `[n_moves n_outputs]`.
-    """
-    known: dict[float, Tensor] = {}
-
-    def deviation(move: float) -> Tensor:
-        if move not in known:
-            moves = _asked_together(move)
-            known.update(zip(moves, deviations(moves), strict=True))
-        return known[move]
-
-    return deviation
-
-
-def _asked_together(move: float) -> list[float]:
-    if move == _FIRST_MOVE:
-        return [move]
-    half = abs(move) / 2
-    both_sides = [move] if move == -_FIRST_MOVE else [move, -move]
-    return [*both_sides, half, -half]
+    return converged
 
 
 class _Errors(NamedTuple):
     """The errors at one move, from above, from below and in the mean, as judged."""
 
-    error: Float[Tensor, "3 n_outputs"]
-    settled: Bool[Tensor, "3 n_outputs"]
-    is_far: Bool[Tensor, "3 n_outputs"]
+    error: Float[np.ndarray, "3 n_outputs"]
+    settled: Bool[np.ndarray, "3 n_outputs"]
+    is_far: Bool[np.ndarray, "3 n_outputs"]
