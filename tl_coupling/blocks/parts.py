@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -156,7 +157,7 @@ def _is_row(value: object) -> TypeGuard[Tensor]:
     """Say whether a value is the activations of one token."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
-    return value.ndim in (2, 3) and value[..., 0].numel() == 1
+    return value.ndim in (2, 3) and value.shape[:-1].numel() == 1
 
 
 def _weights(
@@ -202,36 +203,34 @@ def _norm(part: Part) -> Norm | None:
     # two, because HuggingFace normalises in float32, whatever the model is in.
     is_odd = d % 2
     n_pairs = (d - 3 * is_odd) // 2
-    probe = x.new_tensor([2.0, -1.0, -1.0] * is_odd + [1.0, -1.0] * n_pairs)
-    rows = torch.stack([1024 * probe, -2048 * probe, 1024 * probe + 512, probe / 512])
-    plus, minus, moved, small = part(rows.reshape(*x.shape[:-2], 4, d)).reshape(4, d)
-    size = probe.square().mean()
+    probe = np.array([2.0, -1.0, -1.0] * is_odd + [1.0, -1.0] * n_pairs)
+    size = float(np.square(probe).mean())
+    probes = [1024 * probe, -2048 * probe, 1024 * probe + 512, probe / 512]
+    constants = x.new_tensor(np.stack([*probes, size**0.5 / probe]))
+    outputs = part(constants[:4].reshape(*x.shape[:-2], 4, d))
+    plus, minus, moved, small = outputs.reshape(4, d)
     b = (plus + minus) / 2
-    w = (plus - b) * size.sqrt() / probe
-    shrunk = (small - b) @ (plus - b) / (plus - b).square().sum()
+    unshifted = plus - b
+    w = unshifted * constants[4]
+    shrunk = (small - b) @ unshifted / (unshifted @ unshifted)
     epsilon = (size / 512**2 * (shrunk**-2 - 1)).clamp_min(0)
-    # With the mean or without it; both, so that all is read at once.
-    rows = torch.stack([x.flatten(), x.flatten() - x.mean()])
-    per_scale_of_rows = (rows.square().mean(1) + epsilon).rsqrt()
+    # Without the mean and with it; both, so that all is read at once.
+    x = x.flatten()
+    rows = torch.stack([x, x - x.mean()])
+    per_scale = (rows.square().mean(1, keepdim=True) + epsilon).rsqrt()
+    normalised = per_scale * rows
     value = part.value.flatten()
-    reads = [_is_close(moved, plus)]
-    for row, scale in zip(rows, per_scale_of_rows, strict=True):
-        reads.append(_is_close(scale * w * row + b, value))
-    subtracts_mean, *fits = torch.stack(reads).tolist()
-    if not fits[subtracts_mean]:
+    differences = [*(torch.addcmul(b, normalised, w) - value), moved - plus]
+    norms = torch.stack([*differences, value, plus]).norm(dim=1).tolist()
+    *errors, moved_error, value_norm, plus_norm = norms
+    subtracts_mean = moved_error <= _NORM_TOLERANCE * plus_norm
+    if not errors[subtracts_mean] <= _NORM_TOLERANCE * value_norm:
         return None
-    centred = rows[int(subtracts_mean)]
-    per_scale = per_scale_of_rows[int(subtracts_mean)]
-    basis = [per_scale * centred]
+    basis = [normalised[int(subtracts_mean)]]
     if subtracts_mean:
-        basis.append(torch.ones_like(centred))
-    return Norm(per_scale * w, torch.stack(basis) / d**0.5)
-
-
-def _is_close(
-    value: Tensor, expected: Tensor, tolerance: float = _NORM_TOLERANCE
-) -> Bool[Tensor, ""]:
-    return (value - expected).norm() <= tolerance * expected.norm()
+        basis.append(torch.ones_like(x))
+    gain = per_scale[int(subtracts_mean)] * w
+    return Norm(gain, torch.stack(basis) / d**0.5)
 
 
 def _mlp(part: Part) -> list[Tensor] | None:
@@ -270,7 +269,7 @@ class _Heads(NamedTuple):
 class _HeadGradients(NamedTuple):
     """The Jacobians of heads to queries, and of groups to the keys and values shared."""
 
-    q: Float[Tensor, "n_shared group d_head d_q"]
+    q: Float[Tensor, "n_heads d_head d_q"]
     k: Float[Tensor, "n_shared d_group d_k"]
     v: Float[Tensor, "n_shared d_group d_v"]
 
@@ -303,7 +302,7 @@ def _attention(part: Part, context: Context) -> Attention | None:
         return None
     d_group = heads.group * heads.d_head
     # G_q W_Qᵀ + G_k W_Kᵀ + G_v W_Vᵀ, for each group that shares keys and values.
-    dz = (G.q.flatten(0, 1) @ W_Q.mT).reshape(heads.n_shared, d_group, -1)
+    dz = torch.bmm(G.q, W_Q.mT).reshape(heads.n_shared, d_group, -1)
     dz = dz.baddbmm_(G.k, W_K.mT).baddbmm_(G.v, W_V.mT)
     return Attention(part, W_O.flatten(0, 1), dz.flatten(0, 1), heads.n_heads)
 
@@ -318,27 +317,28 @@ def _head_gradients(
     """
     n_heads, d_head, n_shared = heads
     group = heads.group
+    # z is laid out by shared head, head of its group, and entry.
     seeds = torch.eye(group * d_head, dtype=z.dtype, device=z.device)
-    seeds = seeds.reshape(-1, 1, group, d_head).expand(-1, n_shared, -1, -1)
-    seeds = seeds.reshape(group * d_head, -1)
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(len(z), generator=generator, dtype=torch.float64).to(z)
     q_gradients, k_gradients, v_gradients = pull_back.batched(
-        torch.cat([seeds, mixed[None]])
+        torch.cat([seeds.repeat(1, n_shared), mixed[None]])
     )
     # Of each seed, the gradient of the head that it reads.
     head_gradients = q_gradients[:-1].reshape(group, d_head, n_shared, group, -1)
-    G_q = head_gradients.diagonal(dim1=0, dim2=3).permute(1, 3, 0, 2)
+    G_q = head_gradients.diagonal(dim1=0, dim2=3).permute(1, 3, 0, 2).flatten(0, 1)
     G_k = _split_by_shared_head(k_gradients[:-1], heads)
     G_v = _split_by_shared_head(v_gradients[:-1], heads)
+    mixed_groups = mixed.reshape(n_shared, 1, -1)
     together = [
-        mixed.reshape(n_heads, 1, d_head) @ G_q.flatten(0, 1),
-        mixed.reshape(n_shared, 1, -1) @ G_k,
-        mixed.reshape(n_shared, 1, -1) @ G_v,
+        torch.bmm(mixed.reshape(n_heads, 1, d_head), G_q),
+        torch.bmm(mixed_groups, G_k),
+        torch.bmm(mixed_groups, G_v),
     ]
     summed_heads = torch.cat([gradient.flatten() for gradient in together])
     expected = torch.cat([q_gradients[-1], k_gradients[-1], v_gradients[-1]])
-    if not bool(_is_close(summed_heads, expected, _HEADS_TOLERANCE)):
+    error = (summed_heads - expected).norm()
+    if not bool(error <= _HEADS_TOLERANCE * expected.norm()):
         return None
     return _HeadGradients(G_q, G_k, G_v)
 

@@ -171,7 +171,9 @@ def _filtered_spaces(
         squares, ritz_vectors = _descending_eigh(V.mT @ images)
         V = V @ ritz_vectors
         images = images @ ritz_vectors
-        residuals = torch.linalg.vector_norm(images - V * squares, dim=0)
+        residuals = torch.linalg.vector_norm(
+            torch.addcmul(images, V, squares, value=-1), dim=0
+        )
         # One reading for all that is decided of the next filter.
         numbers = torch.cat([squares, residuals[:k]]).cpu().double().numpy()
         # A zero J, or an overflow.
@@ -248,9 +250,11 @@ def _apply_filter(
     """
     previous = V
     block = torch.add(-V, images, alpha=2 / cut)
+    # Twice `JᵀJ` with [0, cut] mapped to [−1, 1]: a step is one product.
+    twice_mapped = square * (4 / cut)
+    twice_mapped.diagonal().sub_(2)
     for _ in range(degree - 1):
-        following = torch.addmm(previous, square, block, beta=-1, alpha=4 / cut)
-        following.sub_(block, alpha=2)
+        following = torch.addmm(previous, twice_mapped, block, beta=-1)
         previous = block
         block = following
     return block
@@ -273,18 +277,20 @@ def _rayleigh_ritz(
     images = J @ V
     squares, ritz_vectors = _descending_eigh(images.mT @ images)
     values = squares.clamp_min(0).sqrt()
-    gap_of_block = (values[k - 1] - values[-1]) / values[0]
     S = values[:k]
     V = V @ ritz_vectors[:, :k]
     U = images @ ritz_vectors[:, :k] / S
     residuals = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0) / S[0]
-    share, gap, found = _read(
-        squares[k - 1] / squares[0], gap_of_block, residuals.max()
-    )
+    # One reading for all that is decided.
+    numbers = torch.cat([values, residuals]).cpu().numpy()
+    largest = numbers[0]
     # Below that, left vectors from squares are not orthonormal to a tenth of the
     # tolerance.
-    if not share > torch.finfo(V.dtype).eps / (0.1 * tolerance):
+    least_share = torch.finfo(V.dtype).eps / (0.1 * tolerance)
+    if not numbers[k - 1] ** 2 > least_share * largest**2:
         return None, math.inf, 0.0
+    gap = float(numbers[k - 1] - numbers[len(values) - 1]) / largest
+    found = float(numbers[len(values) :].max())
     largest_residual = min(tolerance, max(tolerance / 4, gap / 10))
     return Triplets(U, S, V, residuals, steps), found, largest_residual
 
@@ -351,5 +357,5 @@ def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
     Of zeros where it is not finite.
     """
     # Decided where T lies: nothing waits for it.
-    squares, vectors = torch.linalg.eigh(torch.where(T.isfinite().all(), T, 0))
+    squares, vectors = torch.linalg.eigh(torch.where(T.norm() < torch.inf, T, 0))
     return squares.flip(-1), vectors.flip(-1)
