@@ -165,6 +165,7 @@ bench: .venv/ready
 	.venv/bin/python -m benchmarks.depth_coupling --out benchmarks/results
 	.venv/bin/python -m benchmarks.floor --out benchmarks/results
 	.venv/bin/python -m benchmarks.beside_coupling --out benchmarks/results
+	.venv/bin/python -m benchmarks.lens --out benchmarks/results
 	.venv/bin/python -m benchmarks.training --out benchmarks/results
 	.venv/bin/python -m benchmarks.expected --out benchmarks/results
 	.venv/bin/python -m benchmarks.jacobians --out benchmarks/results

@@ -24,6 +24,7 @@ from benchmarks import (
     floor,
     gpu,
     jacobians,
+    lens,
     released_algorithm,
     stages,
     statistics,
@@ -83,6 +84,21 @@ def test_the_floor_is_the_sum_of_its_parts(folder_model, tmp_path, capsys):
         assert measured["ratio"] == pytest.approx(measured["seconds"] / total)
         assert min(measured["floor"].values()) > 0
     assert "ratio" in capsys.readouterr().out
+
+
+def test_the_lens_of_the_benchmark_is_the_one_that_it_is_timed_beside(
+    folder_model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(lens, "SKIPPED", 2)
+    arguments = ["--model", folder_model, "--tokens", 5, 6, "--out", tmp_path]
+    lens.main(list(map(str, arguments)))
+    prompts = read(tmp_path, "lens")["prompts"]
+    assert [prompt["n_valid"] for prompt in prompts] == [2, 3]
+    for prompt in prompts:
+        assert prompt["largest_difference"] < 1e-5
+        seconds = prompt["seconds"]
+        assert prompt["ratio"] == seconds["fit"] / seconds["product_lens"]
+    assert f"{prompts[0]['ratio']:.1f}" in capsys.readouterr().out
 
 
 def test_what_else_is_measured_is_timed_beside_coupling(

@@ -225,6 +225,8 @@ def test_detached_jacobian_of_the_whole_model(
 
     embeddings, theirs = detached_jacobian(original, tokens, monkeypatch)
     assert relative_error(ours, theirs) < 5e-6
+    whole = tlc.dynamics.model_jacobian(trace, function="frozen")
+    assert relative_error(whole.movedim(0, 1), theirs) < 5e-6
     # It makes what leaves the last block, which the Jacobian itself does not.
     made = torch.einsum("dte,te->d", ours, embeddings)
     assert relative_error(made, trace.residual[-1, -1]) < 5e-6

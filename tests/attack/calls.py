@@ -331,6 +331,7 @@ _OF_TRACES: dict[
     "products": (tlc.dynamics.products, lambda t: {"trace": t, "n_draws": 2}),
     "product_map": (tlc.dynamics.product_map, _of_trace),
     "block_product": (tlc.dynamics.block_product, _of_trace),
+    "model_jacobian": (tlc.dynamics.model_jacobian, _of_trace),
     "eigenvalues": (tlc.dynamics.eigenvalues, lambda t: {"trace": t, "n_draws": 1}),
     "leading_eigenvalues": (
         tlc.dynamics.leading_eigenvalues,

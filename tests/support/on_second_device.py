@@ -206,6 +206,7 @@ def of_frozen_jacobians(
     return {
         "J": tlc.dynamics.frozen_jacobian(trace, 1, input_position=1),
         "bias": tlc.dynamics.frozen_bias(trace, 1),
+        "model": tlc.dynamics.model_jacobian(trace, function="frozen"),
         "difference": tlc.comparisons.frozen_coupling(trace, K).differences,
     }
 

@@ -63,6 +63,40 @@ def test_the_product_is_their_lens_on_one_token(architecture, tokenizer_folder):
         assert (matrix - torch.eye(len(matrix))).norm() > 1e-2
 
 
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox", "olmo2"])
+def test_effects_on_later_tokens_are_their_fit(architecture, skip, tokenizer_folder):
+    from transformer_lens.tools.analysis import JacobianLens
+
+    model = bridge(architecture, tokenizer_folder)
+    theirs = JacobianLens.fit(
+        model, PROMPTS, corpus="c", skip_first_positions=skip, show_progress=False
+    )
+    traces = [tlc.trace(model, model.to_tokens(prompt)) for prompt in PROMPTS]
+    ours = product_lens(traces, tokens="later", skip_first_positions=skip)
+    assert ours.source_layers == theirs.source_layers == [0, 1]
+    assert ours.estimator == theirs.estimator
+    same_token = product_lens(traces, position=-2)
+    for layer, matrix in theirs.jacobians.items():
+        assert (ours.jacobians[layer] - matrix).abs().max() <= 1e-5
+        assert (matrix - same_token.jacobians[layer]).abs().max() > 1e-3
+    # They are not merged: what made them is said.
+    with pytest.raises(ValueError, match="same provenance metadata"):
+        JacobianLens.merge([ours, theirs])
+
+
+def test_short_prompts_are_skipped_as_they_are_by_fit(model):
+    traces = [tlc.trace(model, model.to_tokens(prompt)) for prompt in PROMPTS]
+    with pytest.warns(UserWarning, match="a prompt of 5 tokens is skipped"):
+        lens = product_lens(traces, tokens="later", skip_first_positions=4)
+    assert lens.n_prompts == 1
+    with (
+        pytest.warns(UserWarning, match="is skipped"),
+        pytest.raises(ValueError, match="wanted at least 18 tokens"),
+    ):
+        product_lens(traces, tokens="later")
+
+
 def test_merging_refuses_other_estimators(model, tmp_path):
     from transformer_lens.tools.analysis import JacobianLens
 

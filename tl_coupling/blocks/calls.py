@@ -60,11 +60,13 @@ def as_block_output(stream: Tensor, length: int) -> object:
     return (stream, *[None] * (length - 1))
 
 
-def _row_of(name: str, value: Any, position: int, n_keys: int) -> Any:
-    """Return a block argument for the query at `position` alone: its own row, and the
-    first `n_keys` keys.
+def _row_of(
+    name: str, value: Any, position: int, n_keys: int, n_queries: int = 1
+) -> Any:
+    """Return a block argument for the queries from `position` on: their own rows, and
+    the first `n_keys` keys.
     """
-    row = slice(position, position + 1)
+    row = slice(position, position + n_queries)
     keys = slice(0, n_keys)
     match name:
         case _ if value is None:
@@ -293,6 +295,24 @@ class BlockCall:
             raise _no_context()
         return output.reshape(rows.shape)
 
+    def following_outputs(
+        self, X: Float[Tensor, "n_rows d_model"], context: Context
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return the block's output for the rows that follow the context's.
+
+        They stand one after the other, and see each other as the block lets them.
+
+        Raises:
+            BlockError: the block does not ask for keys and values.
+        """
+        n_rows = len(X)
+        start = context.before
+        stream = self._laid_out(X.clone())
+        output = self._run(context, stream, n_rows, start, start + n_rows, n_rows)
+        if len(context.seen) < 2:
+            raise _no_context()
+        return self.rows(output)
+
     def _run(
         self,
         context: Context,
@@ -300,12 +320,16 @@ class BlockCall:
         n_rows: int,
         position: int | None,
         n_keys: int,
+        n_queries: int = 1,
     ) -> Tensor:
-        """Run the block on a stream in its layout, of sequences of `n_rows` rows."""
+        """Run the block on a stream in its layout, of sequences of `n_rows` rows.
+
+        Those stand at `n_queries` places from `position` on.
+        """
         arguments = dict(self.arguments)
         if position is not None:
             for name, value in self.arguments.items():
-                arguments[name] = _row_of(name, value, position, n_keys)
+                arguments[name] = _row_of(name, value, position, n_keys, n_queries)
         if self.cache_argument is not None:
             arguments[self.cache_argument] = ReadOnlyCache(context)
             if self.takes_use_cache:

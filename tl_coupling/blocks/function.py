@@ -43,6 +43,8 @@ Path = Literal[
     "token_local",
     "query_local_linearised",
     "query_local",
+    "span_linearised",
+    "span_local",
     "full_sequence",
 ]
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
@@ -204,13 +206,14 @@ class BlockFunction(CheckedBlock):
                 except Exception as error:
                     if path == "full_sequence" or is_out_of_memory(error):
                         raise
-                    self._remark_on_failure(path, error)
+                    self.remark_on_failure(path, error)
                     continue
                 if self.agrees(y, uJ, t1s, t2):
                     return result, path
         raise self.changed() if refusal is None else refusal()
 
-    def _remark_on_failure(self, path: Path, error: Exception) -> None:
+    def remark_on_failure(self, path: Path, error: Exception) -> None:
+        """Remark on a cheap way that failed."""
         kind = type(error).__name__
         message = " ".join(str(error).split())[:200]
         text = f"{path} failed ({kind}: {message}), so a more expensive way was used"

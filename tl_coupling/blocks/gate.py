@@ -69,6 +69,19 @@ class Reference(NamedTuple):
     rows: Float[Tensor, "n_pos d_model"]
 
 
+class SpanReference(NamedTuple):
+    """What the full sequence gives for neighbouring output rows together.
+
+    `y` is `f(X)` of those rows, `u` holds a seeded random vector of each, and `rows` is
+    `Σ_t uᵀ_t J_{s t}` of each row s of the span.
+    """
+
+    positions: range
+    y: Float[Tensor, "n_rows d_model"]
+    u: Float[Tensor, "n_rows d_model"]
+    rows: Float[Tensor, "n_rows d_model"]
+
+
 class _Pass(NamedTuple):
     """One forward pass of the block, differentiated.
 
@@ -135,6 +148,45 @@ class CheckedBlock(EvaluatedBlock):
         with self.evaluation():
             self.references.update(self._checked_references(sorted(missing)))
         self.remark_on_norms()
+
+    def span_reference(self, positions: range) -> SpanReference:
+        """Return the references of neighbouring positions as one.
+
+        As `refer_to`, with as many positions at a time as are kept.
+        """
+        values: list[Tensor] = []
+        u: list[Tensor] = []
+        rows = torch.zeros_like(self.X[positions.start : positions.stop])
+        for first in range(0, len(positions), _MOST_REFERENCES):
+            some_positions = positions[first : first + _MOST_REFERENCES]
+            self.refer_to(some_positions)
+            for t in some_positions:
+                reference = self.references[t]
+                values.append(reference.y)
+                u.append(reference.u)
+                rows += reference.rows[positions.start : positions.stop]
+        return SpanReference(positions, torch.stack(values), torch.stack(u), rows)
+
+    def span_agrees(self, reference: SpanReference, y: Tensor, product: Tensor) -> bool:
+        """Say whether a way to evaluate a span agrees with the full sequence.
+
+        Args:
+            reference: of the span.
+            y: its `f(X)` of the span's rows.
+            product: its `Σ_t uᵀ_t J_{s t}` of each row s, with the reference's u.
+        """
+        _, value, u, rows = reference
+        stream = self.X[reference.positions.start : reference.positions.stop]
+        scale = value.norm(dim=1) + _SHARE_OF_STREAM * stream.norm(dim=1)
+        is_value = (y - value).norm(dim=1) <= TOLERANCE * scale
+        identity_tolerance = (
+            _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm(dim=1)
+        )
+        rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * rows.norm()
+        tolerance = TOLERANCE * rows.norm(dim=1) + rounding_tolerance
+        is_product = (product - rows).norm(dim=1) <= tolerance + identity_tolerance
+        # One reading, for which a device waits once.
+        return bool((is_value & is_product).all())
 
     # Norms of the stream
 

@@ -147,7 +147,7 @@ def jacobian_of_part(part: Part, context: Context, chunk_size: int | None) -> Ja
     """Return the Jacobian of a part within a block that is called in this context."""
     return (
         _norm(part)
-        or _mlp(part)
+        or mlp_jacobian(part)
         or _attention(part, context)
         or _reverse_mode_jacobians(part, chunk_size)
     )
@@ -233,7 +233,7 @@ def _norm(part: Part) -> Norm | None:
     return Norm(gain, torch.stack(basis) / d**0.5)
 
 
-def _mlp(part: Part) -> list[Tensor] | None:
+def mlp_jacobian(part: Part) -> list[Tensor] | None:
     """Return the Jacobian of a standard MLP."""
     weight_names = ["W_out", "W_in"]
     points = ["hook_pre"]

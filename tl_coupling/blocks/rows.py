@@ -116,6 +116,14 @@ class EvaluatedBlock:
             Y = self.call.row_outputs(rows, context)
         return self._normalised(Y, norms)
 
+    def added_to_following(
+        self, X: Float[Tensor, "n_rows d_model"], context: Context
+    ) -> Float[Tensor, "n_rows d_model"]:
+        """Return what is added to the rows that follow the context's."""
+        with self._observed_norms() as norms:
+            Y = self.call.following_outputs(X, context)
+        return self._normalised(Y, norms) - X
+
     def _observed_norms(self) -> AbstractContextManager[ObservedNorms]:
         """Return the context in which the norms of the stream are noted, if any."""
         if self.stream_norms is None:

@@ -12,6 +12,7 @@ from tl_coupling.dynamics.eigenvalues import (
 )
 from tl_coupling.dynamics.factored import FactoredProduct, block_product
 from tl_coupling.dynamics.frozen_jacobians import frozen_bias, frozen_jacobian
+from tl_coupling.dynamics.model_jacobians import model_jacobian
 from tl_coupling.dynamics.runs import ProductMap, product_map
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "jacobian_eigenvalues",
     "jacobian_products",
     "leading_eigenvalues",
+    "model_jacobian",
     "product_map",
     "products",
 ]

@@ -9,6 +9,7 @@ from tl_coupling.jacobians.budget import (
     JacobianOptions,
     MemoryLimit,
 )
+from tl_coupling.jacobians.chains import PulledBack, pulled_back
 from tl_coupling.jacobians.connections import (
     AnyFunction,
     Connection,

@@ -1,7 +1,8 @@
-"""Products of blocks as a lens that TransformerLens reads."""
+"""How blocks act together, as a lens that TransformerLens reads."""
 
+import warnings
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Text, checked
 from tl_coupling.blocks import Trace
-from tl_coupling.jacobians import block_jacobians
+from tl_coupling.jacobians import block_jacobians, pulled_back
 from tl_coupling.models import (
     JacobianLens,
     check_takes_lens,
@@ -20,6 +21,12 @@ from tl_coupling.progress import Progress, with_progress
 
 # In a lens's metadata: TransformerLens merges lenses of one estimator only.
 ESTIMATOR = "tl_coupling.product_of_blocks"
+# The same estimate as `JacobianLens.fit` makes.
+LATER_ESTIMATOR = "jacobian_lens"
+# The tokens that a token's effects are on.
+Tokens = Literal["same", "later"]
+# TransformerLens's default.
+SKIPPED = 16
 # What the metadata take from the provenance of a trace, where it says so.
 _TRACE_FACTS = ("weights_digest", "checkpoint", "untrained", "hooks", "spliced")
 _SEVERAL_TRACES = "an iterable of traced prompts: `trace(model, prompt)` makes one"
@@ -30,43 +37,63 @@ def product_lens(
     traces: Annotated[Iterable[object], _SEVERAL_TRACES],
     position: int = -1,
     *,
+    tokens: Tokens = "same",
+    skip_first_positions: int = SKIPPED,
     corpus: Text | None = None,
     progress: Progress | None = None,
 ) -> JacobianLens:
-    r"""Return the mean product of blocks over prompts, as TransformerLens's lens.
+    r"""Return a mean over prompts of how blocks act together, as TransformerLens's lens.
+
+    With `tokens="same"`, the mean product of blocks at one token t of each prompt p,
 
     .. math::
 
         P_l = \frac1n \sum_{p=1}^n (I + J^{L-1}_{tt}) \cdots (I + J^{l+1}_{tt})
 
-    for one token t of each prompt p, at every layer l but the last: the derivative of
-    the stream that leaves the last block by the stream that leaves block l, at the same
-    token. In a causal model that is exact, because no path leads from a token to itself
-    by another. TransformerLens's `JacobianLens.fit` sums the effects of a token on
-    itself and on all later tokens that it does not leave out, and takes the mean over
-    tokens: both are the same where a single token is left, as in a prompt of n tokens
-    with `skip_first_positions=n - 2`, whose last it leaves out.
+    at every layer l but the last: the derivative of the stream that leaves the last
+    block by the stream that leaves block l, along the token's own stream. In a causal
+    model that is exact, because no path leads from a token to itself by another.
+
+    With `tokens="later"`, what TransformerLens's `JacobianLens.fit` estimates on the
+    same prompts: the effects of a token on itself and on all later ones, summed, and
+    their mean over tokens,
+
+    .. math::
+
+        P_l = \frac1n \sum_{p=1}^n \frac1{|V|} \sum_{t \in V} \sum_{t' \in V, t' \ge t}
+        \frac{\partial h^L_{t'}}{\partial h^{l+1}_t}
+
+    for the tokens V of a prompt without the first `skip_first_positions` and the last.
+    Gradients are pulled back through one block after the other, at the tokens of V
+    alone. Both are the same where V is a single token.
 
     The lens is TransformerLens's own class: `lens.readout(model, prompt)`, `lens.save`
-    and its interventions work. Its metadata say that the `estimator` is another, so
-    that `JacobianLens.merge` refuses to mix the two.
+    and its interventions work. Its metadata name the `estimator`, so that
+    `JacobianLens.merge` refuses to mix the two.
 
     Args:
         traces: prompts traced with one model, with raw weights and without
-            `final_norm`; of a generator one is held at a time.
-        position: the token of each prompt; the last by default.
+            `final_norm`; of a generator one is held at a time. `fit` puts a BOS token
+            first: trace `model.to_tokens(prompt)` for the same tokens.
+        position: the token of each prompt with `tokens="same"`; the last by default.
+        tokens: whether effects on the same token or on all later ones too are meant.
+        skip_first_positions: with `tokens="later"`, how many tokens at the start are
+            left out, 16 as in `fit`. A prompt that has none left is skipped with a
+            warning, as there.
         corpus: a name for the prompts, for the metadata.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
             a terminal or notebook; `False` for none.
 
     Raises:
-        ValueError: no trace; one with `final_norm`, of another model, or of a model
-            whose tokens act on earlier ones; and what TransformerLens says of models
-            that its lens does not read.
+        ValueError: no trace, or none that is long enough; one with `final_norm`, of
+            another model, or of a model whose tokens act on earlier ones; and what
+            TransformerLens says of models that its lens does not read.
         TypeError: something that is not a trace, or not of a `TransformerBridge`.
 
-    Cost: the Jacobians of all blocks but the first for each prompt, and `2 L d³` flops
-    in float64; memory for `L d²` numbers in float64, three times.
+    Cost: at the same token the Jacobians of all blocks but the first for each prompt,
+    and `2 L d³` flops in float64; memory for `L d²` numbers in float64, three times. For
+    later tokens `d` backward passes of these blocks over V, and memory for `|V| d²`
+    numbers besides (`python -m benchmarks.lens` compares it with `fit`).
 
     Example:
         >>> lens = tlc.trajectories.product_lens([trace])
@@ -74,7 +101,10 @@ def product_lens(
         (JacobianLens(layers=0..0 (1), d_model=32, n_prompts=1), 'tl_coupling.product_of_blocks')
         >>> lens.readout(model, trace.tokens[None]).lens_topk_indices[0].shape
         torch.Size([8, 10])
+        >>> tlc.trajectories.product_lens([trace], tokens="later", skip_first_positions=2)
+        JacobianLens(layers=0..0 (1), d_model=32, n_prompts=1)
     """
+    estimate = LensEstimate(tokens, position, skip_first_positions)
     total: Tensor | None = None
     first: Trace | None = None
     n_prompts = 0
@@ -83,18 +113,80 @@ def product_lens(
         if first is None:
             check_takes_lens(trace.model, trace.d_model)
             first = trace
-        # The map of layer l begins behind its block: the first block is in none.
-        later = range(1, trace.n_layers)
-        J = block_jacobians(trace, later, position=position, progress=False)
-        products = _products(J)
-        total = products if total is None else total + products
+        if not estimate.has_tokens(trace):
+            warnings.warn(
+                f"a prompt of {trace.n_pos} tokens is skipped: with "
+                f"`skip_first_positions={skip_first_positions}` and without its last "
+                "token none is left",
+                stacklevel=2,
+            )
+            continue
+        matrices = estimate.of_prompt(trace)
+        total = matrices if total is None else total + matrices
         n_prompts += 1
-    if total is None or first is None:
+    if first is None:
         raise ValueError("`traces` is empty: wanted at least one traced prompt")
+    if total is None:
+        raise ValueError(
+            "every prompt of `traces` is too short: wanted at least "
+            f"{skip_first_positions + 2} tokens, or a smaller `skip_first_positions`"
+        )
     # The key is the layer whose output the matrix maps.
     means = dict(enumerate(total / n_prompts))
-    metadata = _metadata(first, position, n_prompts, corpus)
+    metadata = {
+        **_metadata(first, n_prompts, corpus),
+        **estimate.metadata(),
+    }
     return jacobian_lens(means, n_prompts, metadata)
+
+
+class LensEstimate(NamedTuple):
+    """What a lens is the mean of: the arguments of `product_lens`."""
+
+    tokens: Tokens
+    position: int
+    skip_first_positions: int
+
+    def has_tokens(self, trace: Trace) -> bool:
+        """Say whether a prompt is long enough."""
+        if self.tokens == "same":
+            return True
+        return trace.n_pos > self.skip_first_positions + 1
+
+    def of_prompt(self, trace: Trace) -> Float[Tensor, "n_maps d_model d_model"]:
+        """Return the matrices of one prompt, in float64: of all layers but the last."""
+        if self.tokens == "later":
+            return _effects_on_later(trace, self.skip_first_positions)
+        # The map of layer l begins behind its block: the first block is in none.
+        later = range(1, trace.n_layers)
+        J = block_jacobians(trace, later, position=self.position, progress=False)
+        return _products(J)
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what a lens says of it."""
+        if self.tokens == "same":
+            return {"estimator": ESTIMATOR, "position": self.position}
+        return {
+            "estimator": LATER_ESTIMATOR,
+            "skip_first_positions": self.skip_first_positions,
+        }
+
+
+def _effects_on_later(
+    trace: Trace, skip_first_positions: int
+) -> Float[Tensor, "n_maps d_model d_model"]:
+    """Return the mean effect of a token on itself and later ones, by layer."""
+    X = trace.blocks[0].X
+    d_model = trace.d_model
+    n_valid = trace.n_pos - 1 - skip_first_positions
+    identity = torch.eye(d_model, dtype=X.dtype, device=X.device)
+    # Effects on all valid tokens are summed: each begins with the identity.
+    gradients = identity[:, None].repeat(1, n_valid, 1)
+    means = X.new_empty(trace.n_layers - 1, d_model, d_model, dtype=torch.float64)
+    for pulled in pulled_back(trace, gradients, skip_first_positions, 1):
+        # What enters a block is what left the one before.
+        means[pulled.layer - 1] = pulled.gradients.mean(1, dtype=torch.float64)
+    return means
 
 
 def check_lens(lens: JacobianLens, trace: Trace) -> None:
@@ -146,9 +238,7 @@ def _products(
     return torch.stack(products).flip(0)
 
 
-def _metadata(
-    trace: Trace, position: int, n_prompts: int, corpus: str | None
-) -> dict[str, Any]:
+def _metadata(trace: Trace, n_prompts: int, corpus: str | None) -> dict[str, Any]:
     """Return what a lens says of itself."""
     trace_facts = {
         name: trace.provenance[name]
@@ -158,8 +248,6 @@ def _metadata(
     return {
         **described_for_lens(trace.model),
         **trace_facts,
-        "estimator": ESTIMATOR,
-        "position": position,
         "corpus": corpus,
         "n_prompts": n_prompts,
     }
