@@ -14,6 +14,7 @@ from random_matrices import gaussian
 from tl_coupling.dynamics.conjugation import (
     conjugated_grams,
     largest_eigenvalue,
+    log_largest_of_product,
     rotated,
 )
 from tl_coupling.dynamics.depth_products import Products
@@ -160,6 +161,23 @@ def test_the_largest_eigenvalue_is_that_of_a_decomposition(shape):
     assert float(largest_eigenvalue(G)) == pytest.approx(expected, rel=1e-5)
     assert float(largest_eigenvalue(torch.zeros_like(G))) == 0
     assert float(largest_eigenvalue(torch.eye(64))) == pytest.approx(1)
+
+
+SMALL_STEPS = torch.tensor([0.0, 0.01, 0.1, 1.0, 0.1, 30.0]).double()
+
+
+@pytest.mark.parametrize("d", [1, 3, 40, 250])
+@pytest.mark.parametrize("scales", [SMALL_STEPS, 1e20 * SMALL_STEPS, -SMALL_STEPS / 30])
+def test_the_largest_singular_value_of_a_product_needs_no_product(scales, d):
+    """Close to I, where many directions are amplified alike, and far from it."""
+    J = scales[:, None, None] * gaussian(6, d, d, seed=d) / d**0.5
+    P = np.eye(d)
+    for matrix in J.float().double().numpy():
+        P = (np.eye(d) + matrix) @ P
+    expected = math.log(np.linalg.norm(P / np.abs(P).max(), 2) * np.abs(P).max())
+    assert log_largest_of_product(list(J.float())) == pytest.approx(expected, abs=1e-5)
+    zero = [*J.float(), -torch.eye(d)]
+    assert log_largest_of_product(zero) == -math.inf
 
 
 def test_coupled_blocks_gain_and_unrelated_blocks_do_not():

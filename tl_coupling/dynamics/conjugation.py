@@ -7,7 +7,7 @@ product are those of `Σ_m R_m … Σ_2 R_2 Σ_1`, with Σ those of `I + J`.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -71,8 +71,8 @@ def conjugated_grams(
         yield P.mT @ P, log_divisor
 
 
-def divided(P: Float[Tensor, "d n"]) -> tuple[Float[Tensor, "d n"], float]:
-    """Return a matrix divided by its size, and the natural logarithm of that.
+def divided(P: Float[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], float]:
+    """Return a matrix or vector divided by its size, and the natural logarithm of that.
 
     The size is its norm, or its largest entry where squares overflow or vanish; zeros
     stay zeros, of size −∞.
@@ -85,24 +85,35 @@ def divided(P: Float[Tensor, "d n"]) -> tuple[Float[Tensor, "d n"], float]:
     return P / size, math.log(float(size))
 
 
-def largest_eigenvalue(G: Float[Tensor, "d d"], tolerance: float = 1e-4) -> float:
+def largest_eigenvalue(
+    G: Float[Tensor, "d d"] | Callable[[Tensor], Tensor],
+    like: Float[Tensor, " d"] | None = None,
+    tolerance: float = 1e-4,
+) -> float:
     """Return the largest eigenvalue of a symmetric matrix that has no negative one.
 
     By Lanczos with full reorthogonalisation, until the residual is below the tolerance
     times the eigenvalue; the error is about the square of that, divided by the gap to
     the next. The start is fixed: the value is the same each time.
+
+    Args:
+        G: the matrix, or a function that multiplies a vector by it.
+        like: for a function, a vector of the size, dtype and device that it takes.
+        tolerance: of the residual, relative to the eigenvalue.
     """
-    n_steps = min(len(G), _MOST_STEPS)
-    start = torch.Generator().manual_seed(0)
-    q = torch.randn(len(G), generator=start, dtype=G.dtype).to(G.device)
-    q = q / q.norm()
-    basis = q.new_zeros(len(G), n_steps)
+    if isinstance(G, Tensor):
+        return largest_eigenvalue(G.matmul, G[0], tolerance)
+    assert like is not None
+    d = len(like)
+    n_steps = min(d, _MOST_STEPS)
+    q = fixed_start(like)
+    basis = q.new_zeros(d, n_steps)
     tridiagonal = torch.zeros(n_steps, n_steps, dtype=torch.float64)
     largest = 0.0
     for step in range(n_steps):
         basis[:, step] = q
         known = basis[:, : step + 1]
-        image = G @ q
+        image = G(q)
         tridiagonal[step, step] = float(q @ image)
         # One pass leaves a share of the basis that rounding brings back: two do not.
         for _ in range(2):
@@ -119,7 +130,44 @@ def largest_eigenvalue(G: Float[Tensor, "d d"], tolerance: float = 1e-4) -> floa
     return largest
 
 
+def fixed_start(like: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
+    """Return a unit vector like this one in kind: random, and the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(len(like), generator=generator, dtype=like.dtype).to(like.device)
+    return q / q.norm()
+
+
 def log_largest_singular_value(gram: Float[Tensor, "d d"]) -> float:
     """Return log σ₁ of P from `PᵀP`; −∞ of zeros."""
-    largest = largest_eigenvalue(gram)
-    return 0.5 * math.log(largest) if largest > 0 else -math.inf
+    return _half_log(largest_eigenvalue(gram))
+
+
+def log_largest_of_product(J: Sequence[Float[Tensor, "d d"]]) -> float:
+    """Return log σ₁ of the product of all `I + J`, the first to act first.
+
+    The product is never multiplied out: Lanczos multiplies some vectors by it, about
+    twenty where it amplifies some directions more than others. −∞ of zero.
+    """
+    x = fixed_start(J[0][0])
+    log_sizes = []
+    for matrix in J:
+        x, log_size = divided(torch.addmv(x, matrix, x))
+        # The start lies in no direction: what maps it to zero is zero.
+        if log_size == -math.inf:
+            return log_size
+        log_sizes.append(log_size)
+    # What is divided by the sizes of one vector neither overflows nor vanishes.
+    factors = [math.exp(-log_size) for log_size in log_sizes]
+
+    def gram_times(x: Tensor) -> Tensor:
+        for matrix, factor in zip(J, factors, strict=True):
+            x = torch.addmv(x, matrix, x) * factor
+        for matrix, factor in zip(reversed(J), reversed(factors), strict=True):
+            x = torch.addmv(x, matrix.mT, x) * factor
+        return x
+
+    return _half_log(largest_eigenvalue(gram_times, x)) + sum(log_sizes)
+
+
+def _half_log(square: float) -> float:
+    return 0.5 * math.log(square) if square > 0 else -math.inf
