@@ -200,7 +200,7 @@ def nearly_right_spaces(J: torch.Tensor, k: int):
 
 
 def replace_spaces(monkeypatch, spaces):
-    monkeypatch.setattr(iteration, "_krylov_spaces", spaces)
+    monkeypatch.setattr(iteration, "_krylov_spaces", lambda J, k, *sizes: spaces(J, k))
     monkeypatch.setattr(
         iteration, "_filtered_spaces", lambda J, square, k: spaces(J, k)
     )

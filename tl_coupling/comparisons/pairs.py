@@ -25,12 +25,14 @@ from tl_coupling.jacobians import (
     Decomposed,
     JacobianOptions,
     MemoryLimit,
+    Method,
     Passing,
     Request,
     chosen_layers,
     couple,
     decompose_each,
     decompose_sides,
+    plan,
 )
 from tl_coupling.measures import Change, Metric, Orientation, Without
 from tl_coupling.progress import Progress, with_progress
@@ -55,6 +57,7 @@ def depth_coupling(
     cols: Sequence[int] | None = None,
     without: Without | None = None,
     metric: Metric | None = None,
+    method: Method | Literal["auto"] = "jacobians",
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -85,6 +88,12 @@ def depth_coupling(
             Jacobians are compared as `M^{1/2} J M^{-1/2}`, so that singular vectors are
             those of that metric; `measures.stream_metric(traces)` is one. By default
             all coordinates count alike, M = I.
+        method: `"jacobians"` forms each J; `"products"` takes triplets and A from
+            products with vectors, `block_spectrum`, and never forms one: for wide
+            models with a small k, mixtures of experts, and blocks whose only way is the
+            full sequence. `"auto"` takes the one that `plan` says is cheaper.
+            `frobenius_norms` are then estimates, to about a per cent; only nulls of
+            other measures than coupling depend on them.
         chunk_size: as in `block_jacobian`.
         max_memory: bytes, or a text such as "3GiB", that this may take beside the model
             and the trace. Chunks become smaller, and Jacobians that do not fit are kept
@@ -102,7 +111,8 @@ def depth_coupling(
         ValueError: k outside `[1, d_model]`, a layer or position out of range, `layers`
             beside `rows` or `cols`, these beside several positions, no position or one
             twice, a `max_memory` that is too small, a block that normalises the stream
-            by something else than a module.
+            by something else than a module, `method="products"` beside `without` or
+            `metric`, which need J.
         TypeError: several traces.
 
     Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary);
@@ -110,7 +120,8 @@ def depth_coupling(
 
     Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L²
     matrices A; memory for the Jacobians, `L d²` numbers, and A, `L² k²`. Of n tokens
-    all this n times, but one trace, and the memory of one token.
+    all this n times, but one trace, and the memory of one token. By products: some 20 k
+    + L k + 64 products for each layer, and memory for `2 L d k` numbers and A.
 
     Example:
         >>> result = tlc.depth_coupling(trace, k=8)
@@ -121,13 +132,20 @@ def depth_coupling(
         (torch.Size([2, 2]), torch.Size([3]))
     """
     change = Change(without, metric)
+    if method == "auto":
+        method = "jacobians" if change.provenance else plan(trace, k).cheaper
+    if method == "products" and change.provenance:
+        raise ValueError(
+            "`without` and `metric` need the Jacobians: leave them out, or take "
+            '`method="jacobians"`'
+        )
     if not isinstance(position, int):
         if rows is not None or cols is not None:
             raise ValueError(
                 "give `layers`: `rows` and `cols` are for a single `position`"
             )
         # The bar counts tokens, and Jacobians of one have none.
-        options = JacobianOptions(chunk_size, max_memory, False, change)
+        options = JacobianOptions(chunk_size, max_memory, False, change, method)
         positions = with_progress(_positions(trace, position), progress, "tokens")
         requests = (_layers_at(trace, t, layers) for t in positions)
         maps = map(
@@ -136,7 +154,7 @@ def depth_coupling(
         )
         asked = position if position == "all" else list(position)
         return MeanCouplingMap.over_tokens(maps, asked)
-    options = JacobianOptions(chunk_size, max_memory, progress, change)
+    options = JacobianOptions(chunk_size, max_memory, progress, change, method)
     # Rows and columns are the same layers: each is computed and decomposed once.
     if rows is None and cols is None:
         (decomposed,) = decomposed_layers([trace], k, position, layers, options)

@@ -8,6 +8,7 @@ from tl_coupling.jacobians.budget import (
     DEFAULT_OPTIONS,
     JacobianOptions,
     MemoryLimit,
+    Method,
 )
 from tl_coupling.jacobians.chains import PulledBack, pulled_back
 from tl_coupling.jacobians.connections import (

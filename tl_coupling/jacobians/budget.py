@@ -4,7 +4,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import nn
@@ -48,6 +48,8 @@ def format_bytes(size: int | float) -> str:
     return f"{size:.3g} B"
 
 
+# How singular triplets and coupling matrices are computed.
+Method = Literal["jacobians", "products"]
 # How much memory may be taken: bytes, or "3GiB".
 MemoryLimit = Annotated[int | str, n_bytes]
 
@@ -62,12 +64,14 @@ class JacobianOptions:
         progress: wraps the loop over Jacobians; by default a bar in a terminal or
             notebook, `False` for none.
         change: what is done to each Jacobian before it is decomposed.
+        method: whether Jacobians are formed, or known by their products with vectors.
     """
 
     chunk_size: int | None = None
     max_memory: int | str | None = None
     progress: Progress | None = None
     change: Change | None = None
+    method: Method = "jacobians"
 
 
 DEFAULT_OPTIONS = JacobianOptions()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tl_coupling.jacobians.decomposed import Decomposed, Passing
 from tl_coupling.measures import Orientation
-from tl_coupling.spectra import Spectrum
+from tl_coupling.spectra import Matrix, Spectrum
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +72,14 @@ def couple(
 
 def fill_pairs(
     A: Float[Tensor, "n_rows n_columns k k"],
-    J: Float[Tensor, "n_rows d d"],
+    J: Float[Tensor, "n_rows d d"] | Sequence[Matrix],
     spectra: Spectrum,
     orientation: Orientation,
 ) -> None:
     """Write the coupling matrix of every pair into A.
 
-    All columns' right vectors go through a row's Jacobian in one product; no layout is
-    copied.
+    All columns' right vectors go through a row's Jacobian in one product, of which
+    nothing else is known; no layout is copied.
     """
     left = spectra.U.mT.contiguous()
     right = spectra.Vh.contiguous()

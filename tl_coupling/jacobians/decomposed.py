@@ -25,8 +25,10 @@ from tl_coupling.jacobians.budget import (
 from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
 from tl_coupling.jacobians.jacobian_cache import Shelf
 from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
+from tl_coupling.jacobians.matrix_free import matrix_free
 from tl_coupling.progress import with_progress
 from tl_coupling.spectra import (
+    Matrix,
     SimilarRanks,
     Spectrum,
     check_cut,
@@ -62,6 +64,7 @@ class Decomposed:
         frobenius_norms: of each Jacobian, `[n]`.
         paths: the way in which each Jacobian was evaluated, by connection.
         trace: the traced prompt, unless the Jacobians came from elsewhere.
+        products: of each Jacobian with vectors, where none was formed.
     """
 
     connections: Sequence[Connection]
@@ -71,6 +74,7 @@ class Decomposed:
     paths: dict[str, str]
     trace: Trace | None = None
     taken_from: Callable[[int], Tensor] | None = None
+    products: Sequence[Matrix] | None = None
 
     @classmethod
     def from_jacobians(
@@ -109,14 +113,15 @@ class Decomposed:
             raise ValueError("these Jacobians were not kept")
         return self.taken_from(i)
 
-    def parts(self) -> Iterator["Part"]:
-        """Yield the Jacobians, one at a time."""
+    def parts(self) -> Iterator["Part | ProductsPart"]:
+        """Yield the Jacobians, or their products, one at a time."""
         for i in range(len(self)):
-            yield Part(
-                self.jacobian(i)[None],
-                self.spectra.S[i : i + 1],
-                self.frobenius_norms[i : i + 1],
-            )
+            S = self.spectra.S[i : i + 1]
+            norms = self.frobenius_norms[i : i + 1]
+            if self.products is None:
+                yield Part(self.jacobian(i)[None], S, norms)
+            else:
+                yield ProductsPart(self.products[i : i + 1], S, norms)
 
     def check_cut(self) -> None:
         """Warn where σ_k and σ_{k+1} are equal to rounding."""
@@ -127,6 +132,14 @@ class Part(NamedTuple):
     """Some neighbouring Jacobians of a list, as they are read."""
 
     J: Float[Tensor, "n d d"]
+    singular_values: Float[Tensor, "n n_singular"]
+    frobenius_norms: Float[Tensor, " n"]
+
+
+class ProductsPart(NamedTuple):
+    """The same of Jacobians that are known by their products with vectors."""
+
+    J: Sequence[Matrix]
     singular_values: Float[Tensor, "n n_singular"]
     frobenius_norms: Float[Tensor, " n"]
 
@@ -264,6 +277,10 @@ def decompose_each(
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
+        if options.method == "products":
+            for request in group:
+                yield _decomposed_by_products(request, k_of_group, options)
+            continue
         sizes = MapSizes.from_trace(
             trace, n, n, k_of_group, n_maps=n_maps, n_prompts=len(group)
         )
@@ -292,6 +309,12 @@ def decompose_sides(
         (decomposed,) = decompose_each([Request(trace, columns)], k, options)
         return decomposed, decomposed
     k = fitting_k(k, trace.d_model)
+    if options.method == "products":
+        requests = [Request(trace, rows), Request(trace, columns)]
+        read, decomposed = [
+            _decomposed_by_products(request, k, options) for request in requests
+        ]
+        return read, decomposed
     sizes = MapSizes.from_trace(
         trace, len(rows), len(columns), k, rows_are_columns=False
     )
@@ -372,6 +395,27 @@ def _computed_in_turns(
             yield computed._replace(J=J)
             # Not kept while the next is computed.
             del computed, J
+
+
+def _decomposed_by_products(
+    request: Request, k: int, options: JacobianOptions
+) -> Decomposed:
+    """Decompose Jacobians that are never formed, one after the other."""
+    trace, connections = request
+    n_triplets = min(k + 1, trace.d_model)
+    found = [
+        matrix_free(trace, connection, n_triplets, options.chunk_size)
+        for connection in with_progress(connections, options.progress, "products")
+    ]
+    return Decomposed(
+        connections,
+        k,
+        Spectrum.cat([one.spectrum for one in found]),
+        torch.cat([one.frobenius_norm for one in found]),
+        _paths_by_name(connections, [one.path for one in found]),
+        trace,
+        products=[one.J for one in found],
+    )
 
 
 class _Triplets(NamedTuple):

@@ -2,14 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.blocks import Trace, is_out_of_memory
-from tl_coupling.jacobians.jacobians import block_jacobian
+from tl_coupling.blocks import (
+    BlockFunction,
+    Path,
+    Trace,
+    chunk_that_fits,
+    is_out_of_memory,
+)
+from tl_coupling.jacobians.connections import Connection, connected
+from tl_coupling.jacobians.jacobians import measured
 from tl_coupling.jacobians.products import (
     Differentiated,
     differentiated,
@@ -17,6 +25,7 @@ from tl_coupling.jacobians.products import (
     twice_backward,
 )
 from tl_coupling.spectra import (
+    Matrix,
     Products,
     Spectrum,
     check_k,
@@ -27,6 +36,9 @@ from tl_coupling.spectra import (
 # Residuals, as shares of σ_1. Products have the rounding of the block's own arithmetic.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 WAY = "block Krylov of products"
+# Random vectors that ‖J‖ is estimated from: half a per cent of it where what the
+# triplets leave is spread over some hundred directions.
+N_PROBES = 64
 
 
 @checked
@@ -45,8 +57,8 @@ def block_spectrum(
 
     A block Krylov space of `JᵀJ` from a random start (Golub, Luk and Overton 1981;
     Musco and Musco 2015) needs `J V` and `Jᵀ U` alone: forward and backward passes of
-    the block at one token, for `k + 8` vectors at a time. Both residuals of every
-    triplet are at most `10⁻⁵ σ_1` (`10⁻¹⁰ σ_1` in float64), or J is computed and
+    the block at one token, for `k + min(8, k + 1)` vectors at a time. Both residuals of
+    every triplet are at most `10⁻⁵ σ_1` (`10⁻¹⁰ σ_1` in float64), or J is computed and
     decomposed in full, as it is where a block has no products. As for `svd`, residuals
     say that triplets are right; that none is missed rests on the random start.
 
@@ -64,8 +76,8 @@ def block_spectrum(
         ValueError: k outside `[1, d_model]`, a layer or position out of range.
         As `block_jacobian`, where the block is not the function that was traced.
 
-    Cost: `2 (k + 8)` products for each step, usually fewer than ten steps; J itself
-    takes `d_model` of them, or, where its block is linear in parts, less
+    Cost: `2 (k + min(8, k + 1))` products for each step, usually about ten steps; J
+    itself takes `d_model` of them, or, where its block is linear in parts, less
     (`plan` says what it takes). Memory for some `(k + 8) · steps` vectors.
 
     Example:
@@ -74,56 +86,152 @@ def block_spectrum(
         >>> torch.allclose(spectrum.S, exact.S, rtol=1e-4)
         True
     """
-    t1_to_t2 = differentiated(trace, layer, position, input_position, output_position)
-    x = t1_to_t2.x
-    check_k(k, len(x))
-    with t1_to_t2.block.evaluation():
-        for multiply in (_forward_mode, _twice_backward, _one_by_one):
-            try:
-                found = _triplets(t1_to_t2, multiply, k)
-            except Exception as error:
-                # A foreign block may raise anything.
-                if is_out_of_memory(error):
-                    raise
-                continue
-            if found is not None:
-                return found
-            break
-    J = block_jacobian(
-        trace,
-        layer,
-        position=position,
-        input_position=input_position,
-        output_position=output_position,
-    )
-    return svd(J, k)
+    check_k(k, trace.d_model)
+    block, t1, t2 = connected(trace, layer, position, input_position, output_position)
+    block.refer_to([t2])
+    with block.evaluation():
+        spectrum = _triplets(_products(differentiated(block, t1, t2)), k)
+    if spectrum is None:
+        J, _ = block.jacobian(t1, t2)
+        return svd(J, k)
+    return spectrum
 
 
-def _triplets(
-    t1_to_t2: Differentiated,
-    multiply: Callable[[Differentiated, Tensor], Tensor],
-    k: int,
-) -> Spectrum | None:
-    """Return the triplets; None where the iteration does not reach them."""
+class MatrixFree(NamedTuple):
+    """What is known of the Jacobian of one connection without forming it.
+
+    Attributes:
+        spectrum: its top triplets, a batch of one.
+        frobenius_norm: `‖J‖_F`, estimated from products with random vectors.
+        J: its products with vectors; J itself where they do not reach the triplets.
+        path: the way in which the block is evaluated.
+    """
+
+    spectrum: Spectrum
+    frobenius_norm: Float[Tensor, " 1"]
+    J: Matrix
+    path: Path
+
+
+def matrix_free(
+    trace: Trace, connection: Connection, k: int, chunk_size: int | None = None
+) -> MatrixFree:
+    """Return triplets, norm and products of the Jacobian of a block's branches.
+
+    J is computed and decomposed where products do not reach its triplets. `chunk_size`
+    is how many vectors go through the block at a time.
+    """
+    block = trace.blocks[connection.layer]
+    t1 = connection.input_position
+    t2 = connection.output_position
+    block.refer_to([t2])
+    block = measured(block, "branches")
+    block.refer_to([t2])
+    with block.evaluation():
+        t1_to_t2 = differentiated(block, t1, t2)
+        J = _products(t1_to_t2, chunk_size)
+        spectrum = _triplets(J, k)
+        if spectrum is not None:
+            norm = _estimated_norm(J, spectrum)
+            later = _later_products(block, t1, t2, chunk_size)
+            return MatrixFree(spectrum[None], norm[None], later, t1_to_t2.path)
+    matrix, path = block.jacobian(t1, t2, chunk_size)
+    norm = torch.linalg.matrix_norm(matrix)
+    return MatrixFree(svd(matrix[None], k), norm[None], matrix, path)
+
+
+def _products(t1_to_t2: Differentiated, chunk_size: int | None = None) -> Products:
+    """Return a block's Jacobian as its products, to be taken within `evaluation()`."""
     x = t1_to_t2.x
-    J = Products(
-        lambda V: multiply(t1_to_t2, V),
-        lambda U: t1_to_t2.pull_back.batched(U.mT.contiguous())[0].mT,
-        (len(x), len(x)),
-        x.dtype,
-        x.device,
+    d_model = len(x)
+    # The MLP, usually four times as wide as the stream, is the widest activation.
+    chunk_size = chunk_size or chunk_that_fits(4, d_model)
+
+    def multiply(V: Tensor) -> Tensor:
+        chunks = V.split(chunk_size, 1)
+        return torch.cat([_multiply(t1_to_t2, chunk) for chunk in chunks], 1)
+
+    def multiply_transposed(U: Tensor) -> Tensor:
+        chunks = U.mT.contiguous().split(chunk_size)
+        return torch.cat([t1_to_t2.pull_back.batched(chunk)[0] for chunk in chunks]).mT
+
+    return Products(
+        multiply, multiply_transposed, (d_model, d_model), x.dtype, x.device
     )
-    triplets = triplets_of_products(J, k, TOLERANCE[x.dtype])
+
+
+def _later_products(
+    block: BlockFunction, t1: int, t2: int, chunk_size: int | None
+) -> Products:
+    """Return products that evaluate the block when they are taken.
+
+    Between them nothing is held: neither activations nor weights that were converted
+    or read from disk.
+    """
+
+    def multiply(V: Tensor) -> Tensor:
+        block.refer_to([t2])
+        with block.evaluation():
+            return _products(differentiated(block, t1, t2), chunk_size).multiply(V)
+
+    def multiply_transposed(U: Tensor) -> Tensor:
+        block.refer_to([t2])
+        with block.evaluation():
+            J = _products(differentiated(block, t1, t2), chunk_size)
+            return J.multiply_transposed(U)
+
+    d_model = block.X.shape[1]
+    shape = (d_model, d_model)
+    return Products(multiply, multiply_transposed, shape, block.X.dtype, block.X.device)
+
+
+def _triplets(J: Products, k: int) -> Spectrum | None:
+    """Return the triplets; None where the block has no products, or the iteration does
+    not reach them.
+    """
+    try:
+        triplets = triplets_of_products(J, k, TOLERANCE[J.dtype])
+    except Exception as error:
+        # A foreign block may raise anything.
+        if is_out_of_memory(error):
+            raise
+        return None
     if triplets is None:
         return None
     return Spectrum(
-        triplets.U.to(x.dtype),
-        triplets.S.to(x.dtype),
-        triplets.V.mT.to(x.dtype),
-        triplets.residuals.to(x.dtype),
-        torch.tensor(triplets.steps, dtype=torch.int32, device=x.device),
+        triplets.U.to(J.dtype),
+        triplets.S.to(J.dtype),
+        triplets.V.mT.to(J.dtype),
+        triplets.residuals.to(J.dtype),
+        torch.tensor(triplets.steps, dtype=torch.int32, device=J.device),
         way=WAY,
     )
+
+
+def _estimated_norm(J: Products, spectrum: Spectrum) -> Float[Tensor, ""]:
+    """Return `‖J‖_F`: exact in the span of the triplets, estimated beside it."""
+    generator = torch.Generator().manual_seed(0)
+    probes = torch.randn(J.shape[1], N_PROBES, generator=generator, dtype=J.dtype)
+    probes = probes.to(J.device)
+    probes = probes - spectrum.read @ (spectrum.Vh @ probes)
+    beside = (J @ probes).square().sum() / N_PROBES
+    return (spectrum.S.square().sum() + beside).sqrt()
+
+
+def _multiply(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
+    """Return `J V` by the first way that the block has."""
+    ways: list[Callable[[Differentiated, Tensor], Tensor]]
+    ways = [_forward_mode, _twice_backward]
+    for multiply in ways:
+        try:
+            return multiply(t1_to_t2, V)
+        except Exception as error:
+            # A foreign block may raise anything.
+            if is_out_of_memory(error):
+                raise
+    # For blocks that call functions unknown to torch.func.
+    product = partial(twice_backward, t1_to_t2.function, t1_to_t2.x)
+    return torch.stack([product(v) for v in V.mT], 1)
 
 
 def _forward_mode(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
@@ -138,11 +246,3 @@ def _twice_backward(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
     y, pull_back = vjp(t1_to_t2.function, t1_to_t2.x)
     _, twice = vjp(lambda u: pull_back(u)[0], torch.zeros_like(y))
     return torch.func.vmap(lambda v: twice(v)[0], 1, 1)(V)
-
-
-def _one_by_one(t1_to_t2: Differentiated, V: Tensor) -> Tensor:
-    """Return `J V` column by column, for blocks that call functions unknown to
-    torch.func.
-    """
-    product = partial(twice_backward, t1_to_t2.function, t1_to_t2.x)
-    return torch.stack([product(v) for v in V.mT], 1)

@@ -13,10 +13,12 @@ from tl_coupling.jacobians.budget import (
     JacobianOptions,
     MapSizes,
     MemoryLimit,
+    Method,
     format_bytes,
 )
+from tl_coupling.jacobians.matrix_free import N_PROBES
 from tl_coupling.models import Memory, empty_model, facts_of
-from tl_coupling.spectra import fitting_k, flops_of_svd
+from tl_coupling.spectra import fitting_k, flops_of_svd, products_of_triplets
 
 # Tokens of a prompt that is not there yet.
 _DEFAULT_TOKENS = 64
@@ -42,7 +44,9 @@ class Plan:
             libraries, and beside what grows with the prompt: the forward pass, and the
             attention weights of one block.
         flops: of the products of matrices, by stage: "trace", "gate", "jacobians",
-            "svd", "pairs".
+            "svd", "pairs"; of `method="products"`, "triplets" for "jacobians" and
+            "svd".
+        cheaper: the method that takes fewer flops, "jacobians" or "products".
 
     Example:
         >>> plan = tlc.plan(trace, k=8)
@@ -66,6 +70,7 @@ class Plan:
     result: int
     working: int
     flops: dict[str, float]
+    cheaper: Method
 
     @property
     def peak(self) -> int:
@@ -97,6 +102,7 @@ class Plan:
         ]
         for stage, flops in self.flops.items():
             lines.append(f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP")
+        lines.append(f"  {'method of fewer products':<31}{self.cheaper:>10}")
         return "\n".join([head, *lines])
 
 
@@ -108,6 +114,7 @@ def plan(
     *,
     memory: Memory | None = None,
     max_memory: MemoryLimit | None = None,
+    method: Method = "jacobians",
 ) -> Plan:
     """Return the bytes and matrix products of `depth_coupling` before it runs.
 
@@ -120,7 +127,7 @@ def plan(
         tokens: how long the prompt is; that of the trace by default, else 64.
         memory: how a model that is named would be loaded, `"resident"` in float32 by
             default.
-        max_memory: as in `depth_coupling`.
+        max_memory, method: as in `depth_coupling`.
 
     Raises:
         ValueError: `memory` for a model that is loaded, k out of range, a
@@ -153,12 +160,28 @@ def plan(
     n_pos = tokens or planned.n_pos
     # Blocks of one model are alike; the first stands for all.
     block = planned.blocks[0]
-    sizes = MapSizes(d, planned.itemsize, n_layers, n_layers, k)
+    # By products no Jacobian is kept.
+    are_kept = method == "jacobians"
+    sizes = MapSizes(
+        *(d, planned.itemsize, n_layers, n_layers, k), rows_are_columns=are_kept
+    )
     options = JacobianOptions(max_memory=max_memory)
     budget = Budget.from_block(block, sizes, options)
-    flops = planned.flops_by_stage(n_pos)
-    flops["svd"] = n_layers * flops_of_svd(d, min(k + 1, d))
-    flops["pairs"] = 2.0 * n_layers**2 * (k * d**2 + k**2 * d)
+    stages = planned.flops_by_stage(n_pos)
+    row = stages.pop("row")
+    before = {stage: stages[stage] for stage in ("trace", "gate")}
+    n_triplets = min(k + 1, d)
+    n_pairs = n_layers**2
+    by_jacobians = before | {
+        "jacobians": stages["jacobians"],
+        "svd": n_layers * flops_of_svd(d, n_triplets),
+        "pairs": 2.0 * n_pairs * (k * d**2 + k**2 * d),
+    }
+    by_products = before | {
+        "triplets": row * (N_PROBES + products_of_triplets(n_triplets)),
+        "pairs": row * n_layers * k + 2.0 * n_pairs * k**2 * d,
+    }
+    is_cheaper = sum(by_products.values()) < sum(by_jacobians.values())
     return Plan(
         model=planned.name,
         n_layers=n_layers,
@@ -172,7 +195,8 @@ def plan(
         spilled=not budget.keeps_in_memory,
         result=budget.result,
         working=budget.spectra + budget.working,
-        flops=flops,
+        flops=by_jacobians if are_kept else by_products,
+        cheaper="products" if is_cheaper else "jacobians",
     )
 
 
@@ -258,7 +282,10 @@ class _Planned:
         return 0
 
     def flops_by_stage(self, n_pos: int) -> dict[str, float]:
-        """Return the flops of all layers, by stage: "trace", "gate", "jacobians"."""
+        """Return the flops of all layers, by stage: "trace", "gate", "jacobians".
+
+        "row" is one row through all blocks' weights: a product with a Jacobian.
+        """
         flops_by_block = [
             _block_flops(block, self.cfg, self.d_model, n_pos) for block in self.blocks
         ]
@@ -362,6 +389,7 @@ class _StandardBlock:
             # The block on the token, and its queries, keys, values and what enters the
             # MLP's nonlinearity once more.
             "jacobians": products + heads + attention + mlp + qkv + mlp_before,
+            "row": attention + mlp + 4.0 * n_pos * d_z,
         }
 
 
@@ -377,7 +405,7 @@ def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
 def _block_flops(block: nn.Module, cfg: object, d: int, n_pos: int) -> dict[str, float]:
     """Return the flops of one block for one prompt and one token of it, by stage.
 
-    The stages are "trace", "gate" and "jacobians", as in `plan`.
+    The stages are "trace", "gate" and "jacobians", as in `plan`, and "row".
     """
     sizes = _StandardBlock.from_block(block, cfg, d)
     if sizes is None:
@@ -396,4 +424,5 @@ def _unknown_block_flops(block: nn.Module, d: int, n_pos: int) -> dict[str, floa
         "gate": 4 * n_pos * row + 5 * score_products,
         # One backward pass of one row for each row of J.
         "jacobians": d * row,
+        "row": row + 4.0 * n_pos * d,
     }

@@ -12,6 +12,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.blocks import (
     BlockFunction,
     Evaluated,
+    Path,
     PullBack,
     RowFunction,
     Trace,
@@ -44,7 +45,9 @@ def block_vjp(
         >>> torch.allclose(tlc.block_vjp(trace, 1, v), expected, atol=1e-4)
         True
     """
-    t1_to_t2 = differentiated(trace, layer, position, input_position, output_position)
+    t1_to_t2 = differentiated(
+        *connected(trace, layer, position, input_position, output_position)
+    )
     v = _checked_vector(vector, t1_to_t2.x)
     with t1_to_t2.block.evaluation():
         return t1_to_t2.pull_back(v)[0]
@@ -73,7 +76,9 @@ def block_jvp(
         >>> torch.allclose(tlc.block_jvp(trace, 1, v), expected, atol=1e-4)
         True
     """
-    t1_to_t2 = differentiated(trace, layer, position, input_position, output_position)
+    t1_to_t2 = differentiated(
+        *connected(trace, layer, position, input_position, output_position)
+    )
     x = t1_to_t2.x
     v = _checked_vector(vector, x)
     with t1_to_t2.block.evaluation():
@@ -110,12 +115,14 @@ class Differentiated(NamedTuple):
         x: the input row.
         function: from the row to the output row.
         pull_back: gives vector–Jacobian products.
+        path: the way in which the block is evaluated.
     """
 
     block: BlockFunction
     x: Tensor
     function: RowFunction
     pull_back: PullBack
+    path: Path
 
 
 def _checked_vector(vector: Tensor, x: Tensor) -> Tensor:
@@ -132,15 +139,8 @@ def _checked_vector(vector: Tensor, x: Tensor) -> Tensor:
     return v
 
 
-def differentiated(
-    trace: Trace,
-    layer: int,
-    position: int,
-    input_position: int | None,
-    output_position: int | None,
-) -> Differentiated:
+def differentiated(block: BlockFunction, t1: int, t2: int) -> Differentiated:
     """Return the token-local function of a block, or else that of the full sequence."""
-    block, t1, t2 = connected(trace, layer, position, input_position, output_position)
     x = block.X[t1]
     # The product that decides is the one that the reference holds.
     u = block.reference(t2).u
@@ -156,7 +156,7 @@ def differentiated(
         ("token_local", partial(evaluate, block.token_local)),
         ("full_sequence", partial(evaluate, block.full_sequence)),
     ]
-    (function, pull_back), _ = block.cheapest(
+    (function, pull_back), path = block.cheapest(
         ways, [t1], t2, lambda result: [result[1](u)[0]]
     )
-    return Differentiated(block, x, function, pull_back)
+    return Differentiated(block, x, function, pull_back, path)

@@ -15,7 +15,12 @@ from tl_coupling.spectra.decompositions import (
     singular_values,
     svd,
 )
-from tl_coupling.spectra.iteration import Products, triplets_of_products
+from tl_coupling.spectra.iteration import (
+    Matrix,
+    Products,
+    products_of_triplets,
+    triplets_of_products,
+)
 from tl_coupling.spectra.matrix_readings import (
     InverseSingularValueFit,
     asymmetry,

@@ -18,6 +18,8 @@ TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
 # one step, as a logarithm.
 _SURPLUS = 8
 _FASTEST = math.log(20)
+# Steps that top triplets of trained blocks take by products with them: 5 to 14.
+_TYPICAL_STEPS = 9
 # Filters: how far they may raise errors in the directions of large singular values
 # beside the k-th triplet;
 _ROOM = 100.0
@@ -59,6 +61,15 @@ def krylov_width(k: int) -> int:
     return k + _SURPLUS
 
 
+def width_of_products(k: int) -> int:
+    """Return the same where each vector costs a pass through a block.
+
+    For few triplets it is less than twice as many: that takes more steps and fewer
+    vectors in all.
+    """
+    return k + min(_SURPLUS, k + 1)
+
+
 def top_triplets(
     J: Float[Tensor, "d_out d_in"],
     k: int,
@@ -78,7 +89,14 @@ def top_triplets(
         square: `JᵀJ`, where products with it cost less.
     """
     if square is None:
-        spaces = _krylov_spaces(J, k)
+        spaces = _krylov_spaces(
+            J,
+            k,
+            krylov_width(k),
+            block_width(k),
+            J.shape[1] // 2,
+            TOLERANCE[J.dtype] / 2,
+        )
     else:
         spaces = _filtered_spaces(J, square, k)
     exact = J.double()
@@ -92,6 +110,15 @@ def top_triplets(
     return None
 
 
+def products_of_triplets(k: int) -> int:
+    """Return how many products with J or Jᵀ k triplets of products typically take.
+
+    Those of the steps, and of the Rayleigh–Ritz step at the end.
+    """
+    width = width_of_products(k)
+    return 2 * _TYPICAL_STEPS * width + width + k
+
+
 def _random_block(J: "Matrix", width: int) -> Float[Tensor, "d_in width"]:
     """Return `Jᵀ` of random vectors: a share of every direction.
 
@@ -103,19 +130,27 @@ def _random_block(J: "Matrix", width: int) -> Float[Tensor, "d_in width"]:
 
 
 def _krylov_spaces(
-    J: "Matrix", k: int, tolerance: float | None = None, largest: int | None = None
+    J: "Matrix",
+    k: int,
+    width: int,
+    n_ritz_vectors: int,
+    largest: int,
+    tolerance: float,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield steps and Ritz vectors of a block Krylov space of `JᵀJ`.
 
     Once k of them have converged, and again after that. The right half of Golub and
     Kahan's bidiagonalisation with blocks (Golub, Luk and Overton 1981), which is
     Lanczos' method for `JᵀJ`; every block is orthogonalised twice against all before.
-    Residuals must fall below `tolerance`, by default half of `TOLERANCE`. Ends where the
-    space would have more than `largest` dimensions, by default half of them.
+
+    Args:
+        J: the matrix.
+        k: how many triplets must converge.
+        width: vectors of a block.
+        n_ritz_vectors: how many Ritz vectors are yielded.
+        largest: dimensions at which the space ends.
+        tolerance: below which residuals must fall.
     """
-    width = krylov_width(k)
-    tolerance = tolerance or TOLERANCE[J.dtype] / 2
-    largest = largest or J.shape[1] // 2
     block = torch.linalg.qr(_random_block(J, width)).Q
     basis = block[:, :0]
     # `JᵀJ` in this basis; block tridiagonal but for rounding.
@@ -140,7 +175,7 @@ def _krylov_spaces(
         if not least_square > 0:
             return
         if error <= tolerance:
-            yield steps, basis @ ritz_vectors[:, : block_width(k)]
+            yield steps, basis @ ritz_vectors[:, :n_ritz_vectors]
             next_check = steps + 1
         else:
             next_check = steps + max(1, int(math.log(error / tolerance) / _FASTEST))
@@ -314,6 +349,9 @@ class Products:
     def __matmul__(self, V: Tensor) -> Tensor:
         return self.multiply(V.to(self.dtype)).to(V.dtype)
 
+    def __rmatmul__(self, X: Tensor) -> Tensor:
+        return (self.mT @ X.mT).mT
+
     @property
     def mT(self) -> "Products":
         """Its transpose."""
@@ -336,7 +374,8 @@ def triplets_of_products(J: Products, k: int, tolerance: float) -> Triplets | No
     products that have J's own rounding. The space may grow to all dimensions: J itself
     would take as many products. None where residuals do not fall to the tolerance.
     """
-    spaces = _krylov_spaces(J, k, tolerance / 2, J.shape[1])
+    width = width_of_products(k)
+    spaces = _krylov_spaces(J, k, width, width, J.shape[1], tolerance / 2)
     for steps, space in itertools.islice(spaces, 2):
         V = torch.linalg.qr(space.double()).Q
         triplets, found, largest = _rayleigh_ritz(J, V, k, steps, tolerance)
