@@ -23,14 +23,25 @@ mean of random subspaces, of the same Jacobians after each of these:
 - *planted*: Jacobians with the same singular values and one common set of directions in
   the whitened coordinates: what the study prints where blocks are alike in one basis.
 
-`composition.md` says what each outcome means; it was committed before this was run. One
-file of results for each model, in `demos/studies/results/composition`; what is there is
-not run again. Minutes for each model; `SMALL=1`: seconds, of a text and three blocks.
+Added after the first two models were run, because the first token is up to a thousand
+times as long as others and so makes up nearly all of the second moment:
+
+- *whitened, tokens alike*: in the metric of the other tokens, each at length 1; with 20
+  random rotations of its own.
+
+Of blocks that normalise the stream (MiniLM), coupling compares what their branches add
+before the norms; *block(X) − X*, which holds −I, has a row of its own.
+
+`composition.md` says what each outcome means; it was committed before this was run. Two
+files of results for each model, in `demos/studies/results/composition`; what is there
+is not run again. Minutes for each model, the time of 20 texts with 600 dimensions;
+`--texts 5 --rotated 1` for wider ones. `SMALL=1`: seconds, of a text and three blocks.
 """
 
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas
@@ -54,6 +65,11 @@ N_LARGEST = 8
 SHRINKAGE = 0.01
 WHITENED = "whitened"
 AT_RANDOM = "whitened at random"
+TOKENS_ALIKE = "whitened, tokens alike"
+TOKENS_ALIKE_AT_RANDOM = "whitened, tokens alike, at random"
+# By what is turned, its random rotations.
+ROTATIONS_OF = {WHITENED: AT_RANDOM, TOKENS_ALIKE: TOKENS_ALIKE_AT_RANDOM}
+OF_TOKENS_ALIKE = "-tokens-alike"
 Stack = Float[Tensor, "n_layers d d"]
 Row = dict[str, float | str]
 
@@ -63,32 +79,92 @@ def above_chance(J: Stack) -> float:
     return tlc.comparisons.jacobian_coupling(J, K).mean() - mean_random_coupling(K)
 
 
-def rows_of(model: nn.Module, name: str) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Amount:
+    """How many texts are measured, and how many of these in metrics turned at random.
+
+    Metrics are taken from N_TEXTS texts in any case.
+    """
+
+    texts: int
+    rotated: int
+
+
+def rows_of(model: nn.Module, name: str, amount: Amount) -> Iterator[Row]:
     """Yield coupling of every text after every change."""
+    for text, J, trace, others in jacobians_of_texts(model, name, amount.texts):
+        metric = tlc.measures.stream_metric(others, SHRINKAGE)
+        generator = torch.Generator().manual_seed(text)
+        changed = changes(J, metric, others, generator)
+        values = {
+            change: above_chance(J_changed) for change, J_changed in changed.items()
+        }
+        values["u·v of the top ten pairs"] = mean_overlap_of_pairs(J)
+        if normalises(trace):
+            whole = tlc.block_jacobians(trace, LAYERS, progress=False)
+            values["block(X) − X"] = above_chance(whole)
+        for change, coupling in values.items():
+            yield row_of(name, text, change, coupling)
+        if name == "trained" and text < amount.rotated:
+            yield from at_random(J, metric, text, AT_RANDOM)
+
+
+def rows_of_tokens_alike(model: nn.Module, name: str, amount: Amount) -> Iterator[Row]:
+    """Yield coupling of every text in the metric in which all tokens count the same."""
+    for text, J, _, others in jacobians_of_texts(model, name, amount.texts):
+        metric = tlc.measures.stream_metric(tokens_alike(others), SHRINKAGE)
+        coupling = above_chance(in_metric(J, metric))
+        yield row_of(name, text, TOKENS_ALIKE, coupling)
+        share = share_of_first_tokens(others)
+        yield row_of(name, text, "share of the first tokens", share)
+        if name == "trained" and text < amount.rotated:
+            yield from at_random(J, metric, text, TOKENS_ALIKE_AT_RANDOM)
+
+
+def jacobians_of_texts(
+    model: nn.Module, name: str, n_texts: int
+) -> Iterator[tuple[int, Stack, tlc.Trace, list[tlc.Trace]]]:
+    """Yield each text's number, Jacobians and trace, and the traces of the others."""
     texts = distinct_texts(N_TEXTS)
     traces = [tlc.trace(model, text) for text in tqdm(texts, desc=f"{name}: traces")]
-    for i, trace in enumerate(tqdm(traces, desc=f"{name}: texts")):
-        others = traces[:i] + traces[i + 1 :]
-        metric = tlc.measures.stream_metric(others, SHRINKAGE)
-        J = tlc.block_jacobians(trace, LAYERS, progress=False)
-        generator = torch.Generator().manual_seed(i)
-        for change, changed in changes(J, metric, others, generator).items():
-            yield {
-                "model": name,
-                "text": i,
-                "change": change,
-                "draw": 0,
-                "coupling": above_chance(changed),
-            }
-        yield {
-            "model": name,
-            "text": i,
-            "change": "u·v of the top ten pairs",
-            "draw": 0,
-            "coupling": mean_overlap_of_pairs(J),
-        }
-        if name == "trained" and i < N_TEXTS_OF_ROTATIONS:
-            yield from at_random(J, metric, i)
+    measured = traces[:n_texts]
+    for i, trace in enumerate(tqdm(measured, desc=f"{name}: texts")):
+        # Those that coupling compares.
+        J = tlc.block_jacobians(trace, LAYERS, function="branches", progress=False)
+        yield i, J, trace, traces[:i] + traces[i + 1 :]
+
+
+def row_of(model: str, text: int, change: str, coupling: float, draw: int = 0) -> Row:
+    """Return a row of the table of results."""
+    return {
+        "model": model,
+        "text": text,
+        "change": change,
+        "draw": draw,
+        "coupling": coupling,
+    }
+
+
+def normalises(trace: tlc.Trace) -> bool:
+    """Return whether a block normalises the stream itself, as BERT's do."""
+    J = [
+        tlc.block_jacobian(trace, 0, function=function)
+        for function in ("block", "branches")
+    ]
+    return not torch.equal(*J)
+
+
+def tokens_alike(traces: Sequence[tlc.Trace]) -> Iterator[tlc.Trace]:
+    """Yield the traces with streams of length 1, without their first tokens."""
+    for trace in traces:
+        stream = torch.nn.functional.normalize(trace.residual[:, 1:], dim=-1)
+        yield replace(trace, residual=stream)
+
+
+def share_of_first_tokens(traces: Sequence[tlc.Trace]) -> float:
+    """Return the share that first tokens have of the stream's second moment."""
+    of_first = sum(float(t.residual[:, 0].double().square().sum()) for t in traces)
+    return of_first / sum(float(t.residual.double().square().sum()) for t in traces)
 
 
 def changes(
@@ -153,32 +229,31 @@ def mean_overlap_of_pairs(J: Stack) -> float:
     return float((spectrum.U * spectrum.Vh.mT).sum(-2).mean())
 
 
-def at_random(J: Stack, metric: Float[Tensor, "d d"], text: int) -> Iterator[Row]:
+def at_random(
+    J: Stack, metric: Float[Tensor, "d d"], text: int, change: str
+) -> Iterator[Row]:
     """Yield coupling in the metric turned by random rotations, the same for all texts."""
     generator = torch.Generator().manual_seed(1_000_000)
     for draw in tqdm(range(N_ROTATIONS), desc="rotations", leave=False):
         Q = random_rotations(len(metric), generator=generator)
         turned = Q @ metric @ Q.mT
-        yield {
-            "model": "trained",
-            "text": text,
-            "change": AT_RANDOM,
-            "draw": draw,
-            "coupling": above_chance(in_metric(J, turned)),
-        }
+        coupling = above_chance(in_metric(J, turned))
+        yield row_of("trained", text, change, coupling, draw)
 
 
 def show(tables: Mapping[str, pandas.DataFrame]) -> None:
     """Print means over texts, and what whitening does beside random metrics."""
     for source, table in tables.items():
         print(f"\n{source}: coupling above chance, k = {K}, means over texts [95 % t]")
-        once = table[table["change"] != AT_RANDOM]
+        once = table[~table["change"].isin(ROTATIONS_OF.values())]
         printed = once.groupby(["change", "model"], sort=False)["coupling"].agg(
             interval
         )
-        print(printed.unstack("model")[["trained", "untrained"]].to_string())
+        print(printed.unstack("model")[["trained", "untrained"]].to_string(na_rep=""))
         print(share_of_identity(once))
-        print(beside_random_metrics(table))
+        for change, turned in ROTATIONS_OF.items():
+            if (table["change"] == turned).any():
+                print(beside_random_metrics(table, change))
 
 
 def share_of_identity(table: pandas.DataFrame) -> str:
@@ -189,49 +264,73 @@ def share_of_identity(table: pandas.DataFrame) -> str:
     return f"share that goes with the identity: {interval(share)}"
 
 
-def beside_random_metrics(table: pandas.DataFrame) -> str:
+def beside_random_metrics(table: pandas.DataFrame, change: str = WHITENED) -> str:
     """Say where whitening lies among metrics that were turned at random."""
     trained = table[table["model"] == "trained"]
-    drawn = trained[trained["change"] == AT_RANDOM]
+    drawn = trained[trained["change"] == ROTATIONS_OF[change]]
     of_draws = drawn.groupby("draw")["coupling"].mean()
     same_texts = trained["text"].isin(drawn["text"])
-    whitened = trained[same_texts & (trained["change"] == WHITENED)]["coupling"].mean()
+    whitened = trained[same_texts & (trained["change"] == change)]["coupling"].mean()
     raw = trained[same_texts & (trained["change"] == "raw")]["coupling"].mean()
     p = (1 + int((of_draws <= whitened).sum())) / (1 + len(of_draws))
     return (
-        f"on {drawn['text'].nunique()} texts: raw {raw:.4f}, whitened {whitened:.4f}, in "
+        f"on {drawn['text'].nunique()} texts: raw {raw:.4f}, {change} {whitened:.4f}, in "
         f"{len(of_draws)} metrics turned at random {of_draws.mean():.4f} "
         f"({of_draws.min():.4f} to {of_draws.max():.4f}); p that whitening is no lower: "
         f"{p:.3f}"
     )
 
 
-def run(source: str, folder: Path) -> None:
+# Each model's parts, by how their files end.
+PARTS = {"": rows_of, OF_TOKENS_ALIKE: rows_of_tokens_alike}
+
+
+def run(source: str, amount: Amount, folder: Path) -> None:
     """Measure a model and its twin, unless that was done."""
-    path = folder / f"{Path(source).stem}.csv"
-    if path.exists():
-        return
-    rows: list[Row] = []
-    for name in ("trained", "untrained"):
-        model = tlc.load_model(source, untrained=name == "untrained")
-        rows += rows_of(model, name)
-    keep(pandas.DataFrame(rows), path)
+    for ending, measure in PARTS.items():
+        path = folder / f"{Path(source).stem}{ending}.csv"
+        if path.exists():
+            continue
+        rows: list[Row] = []
+        for name in ("trained", "untrained"):
+            model = tlc.load_model(source, untrained=name == "untrained")
+            rows += measure(model, name, amount)
+        keep(pandas.DataFrame(rows), path)
+
+
+def read_tables(folder: Path) -> dict[str, pandas.DataFrame]:
+    """Return the table of each model, its parts together."""
+    parts: dict[str, list[pandas.DataFrame]] = {}
+    for path in sorted(folder.glob("*.csv"), key=lambda path: path.stem):
+        name = path.stem.removesuffix(OF_TOKENS_ALIKE)
+        parts.setdefault(name, []).append(pandas.read_csv(path))
+    return {name: pandas.concat(tables) for name, tables in parts.items()}
 
 
 def main() -> None:
     """Run what is not there yet, and print everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
+    parser.add_argument(
+        "--texts", type=int, default=N_TEXTS, help="texts that are measured"
+    )
+    parser.add_argument(
+        "--rotated",
+        type=int,
+        default=N_TEXTS_OF_ROTATIONS,
+        help="texts that are measured in metrics turned at random",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/composition"))
     parser.add_argument("--table", action="store_true", help="only print what is there")
     arguments = parser.parse_args()
     if not arguments.table:
+        amount = Amount(arguments.texts, arguments.rotated)
         for source in arguments.models:
-            run(source, arguments.out)
-    paths = sorted(arguments.out.glob("*.csv"))
-    if not paths:
+            run(source, amount, arguments.out)
+    tables = read_tables(arguments.out)
+    if not tables:
         parser.error(f"there are no results in {arguments.out}: run it without --table")
-    show({path.stem: pandas.read_csv(path) for path in paths})
+    show(tables)
 
 
 if __name__ == "__main__":
