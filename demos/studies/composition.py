@@ -41,8 +41,9 @@ is not run again. Minutes for each model, the time of 20 texts with 600 dimensio
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 import torch
@@ -154,11 +155,11 @@ def normalises(trace: tlc.Trace) -> bool:
     return not torch.equal(*J)
 
 
-def tokens_alike(traces: Sequence[tlc.Trace]) -> Iterator[tlc.Trace]:
-    """Yield the traces with streams of length 1, without their first tokens."""
+def tokens_alike(traces: Sequence[tlc.Trace]) -> Iterator[SimpleNamespace]:
+    """Yield the streams of traces at length 1, without their first tokens."""
     for trace in traces:
         stream = torch.nn.functional.normalize(trace.residual[:, 1:], dim=-1)
-        yield replace(trace, residual=stream)
+        yield SimpleNamespace(residual=stream)
 
 
 def share_of_first_tokens(traces: Sequence[tlc.Trace]) -> float:

@@ -68,6 +68,37 @@ def test_planted_blocks_are_alike_in_the_metric_alone(changed):
     assert raw.mean() < whitened.mean()
 
 
+def test_tokens_count_the_same_without_the_first(traces):
+    alike = list(composition.tokens_alike(traces))
+    for trace, changed in zip(traces, alike, strict=True):
+        assert changed.residual.shape[1] == trace.n_pos - 1
+        np.testing.assert_allclose(
+            np.linalg.norm(changed.residual, axis=-1), 1, rtol=1e-5
+        )
+        cosines = (changed.residual * trace.residual[:, 1:]).sum(-1)
+        np.testing.assert_allclose(
+            cosines, np.linalg.norm(trace.residual[:, 1:], axis=-1), rtol=1e-5
+        )
+    squares = [trace.residual.double().square().sum((0, 2)).numpy() for trace in traces]
+    share = sum(s[0] for s in squares) / sum(s.sum() for s in squares)
+    assert composition.share_of_first_tokens(traces) == pytest.approx(share)
+
+
+def test_parts_of_a_model_are_one_table(tmp_path):
+    for name, change in (("a-tokens-alike", "later"), ("a", "first"), ("b", "first")):
+        row = pandas.DataFrame({"change": [change]})
+        row.to_csv(tmp_path / f"{name}.csv", index=False)
+    tables = composition.read_tables(tmp_path)
+    assert list(tables) == ["a", "b"]
+    assert tables["a"]["change"].tolist() == ["first", "later"]
+
+
+def test_blocks_that_normalise_are_those_of_bert(tokenizer_folder, traces):
+    assert not composition.normalises(traces[0])
+    model = tiny.bridge(tiny.huggingface_model("bert"), tokenizer_folder)
+    assert composition.normalises(tlc.trace(model, "w1 w2 w3"))
+
+
 def test_overlap_of_pairs_is_minus_1_for_blocks_that_erase():
     J = -torch.diag(torch.linspace(1, 2, 16)).expand(3, 16, 16)
     assert composition.mean_overlap_of_pairs(J) == pytest.approx(-1)
