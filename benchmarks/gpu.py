@@ -1,34 +1,35 @@
-"""A depth coupling of an 8B-shaped random model on a GPU: seconds, memory, and the
-share of the GPU's peak.
+"""Blocks in the shapes of large models, one at a time: seconds, memory, and the share
+of the machine's peak.
 
-    python -m benchmarks.gpu --out benchmarks/results                       # 32 blocks
-    × 4096, 64 tokens, k = 50 python -m benchmarks.gpu --device cpu --layers 1 --width
-    512 --k 10     # does it run?
+    python -m benchmarks.gpu --out benchmarks/results
+    python -m benchmarks.gpu --device cpu --shapes llama-3-70b --out benchmarks/results
+    python -m benchmarks.gpu --device cpu --shapes tiny --k 4 --peak-size 64
 
-Weights are random, in the proportions of Llama-3-8B, bfloat16 as they are published;
-each block is computed in float32. The peak is what one large float32 product reaches in
-the same run (TF32 is off, as in all that tl_coupling computes); the share of it counts
-the products that no way to these Jacobians can do without. Where the weights do not
-fit, `--one-at-a-time` builds, measures and frees one block after the other: the same
-work, on other streams.
+Weights are random and held in float32 on a CPU, in bfloat16, as they are published, on
+a GPU; each block is computed in float32. A model of one block is built, measured and
+freed, so that no shape needs more memory than its block. The peak is what one large
+float32 product reaches in the same run (TF32 is off, as in all that tl_coupling
+computes); the share of it counts the products that no way to a Jacobian of attention
+and an MLP can do without. What `plan` says of the block stands beside the seconds: its
+flops at the measured peak, which is a bound from below, and of the whole model.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from rich.table import Table
+from torch import nn
 
 import tl_coupling as tlc
 from benchmarks.options import add_k, add_out, add_tokens
 from benchmarks.stages import (
-    STAGES,
     bare_products,
     best_flops_per_second,
-    fill_both,
     random_ids,
-    random_llama,
+    random_model,
 )
 from benchmarks.timing import (
     BenchmarkError,
@@ -41,112 +42,186 @@ from benchmarks.timing import (
     write,
 )
 
+# Family, width, MLP, heads, heads of keys, blocks. Mixtral has 8 experts, of which 2 see
+# a token.
+SHAPES: dict[str, tuple[str, int, int, int, int, int]] = {
+    "tiny": ("Llama", 64, 224, 4, 2, 2),
+    "tiny-experts": ("Mixtral", 64, 96, 4, 2, 2),
+    "pythia-410m": ("GPTNeoX", 1024, 4096, 16, 16, 24),
+    "llama-3-8b": ("Llama", 4096, 14336, 32, 8, 32),
+    "qwen3-32b": ("Qwen3", 5120, 25600, 64, 8, 64),
+    "llama-3-70b": ("Llama", 8192, 28672, 64, 8, 80),
+    "mixtral-8x7b": ("Mixtral", 4096, 14336, 32, 8, 32),
+}
+STAGES = ("gate", "jacobian", "svd", "triplets", "largest")
+# Triplets that are taken from products, beside σ_1 alone.
+K_OF_PRODUCTS = 10
 
-def traces(
-    options: argparse.Namespace, device: torch.device, seconds: dict[str, float]
-) -> Iterator[tlc.Trace]:
-    """Yield the whole model traced, or one block after the other as a model of its own."""
-    n_models, n_blocks = (
-        (options.layers, 1) if options.one_at_a_time else (1, options.layers)
+
+def block_of(shape: str, n_ctx: int, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return a bridge of one random block in a shape."""
+    import transformers
+
+    family, width, d_mlp, n_heads, n_key_heads, _ = SHAPES[shape]
+    d_head = 128 if width >= 2048 else width // n_heads
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=d_mlp,
+        num_hidden_layers=1,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_key_heads,
+        head_dim=d_head,
+        max_position_embeddings=n_ctx,
     )
-    for seed in range(n_models):
-        model = random_llama(
-            options.width,
-            n_blocks,
-            device,
-            getattr(torch, options.dtype),
-            options.tokens,
-            seed,
-        )
-        if seed == 0:
-            tlc.depth_coupling(
-                tlc.trace(model, random_ids(3)), k=2, layers=[0], progress=False
-            )
-        traced, forward = timed(
-            device, lambda model=model: tlc.trace(model, random_ids(options.tokens))
-        )
-        seconds["forward"] += forward
-        yield traced
+    config.architectures = [f"{family}ForCausalLM"]
+    return random_model(config, shape, device, dtype)
 
 
-def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Seconds of each stage over all blocks, memory, and FLOP/s of the Jacobians as a
-    share of the peak.
-    """
-    peak = best_flops_per_second(device, options.peak_size)
-    seconds = dict.fromkeys(STAGES, 0.0)
+def measure(
+    shape: str, options: argparse.Namespace, device: torch.device, peak: float
+) -> dict[str, Any]:
+    """Seconds of each stage of one block, memory, and what was planned."""
+    _, width, _, _, _, n_layers = SHAPES[shape]
+    model = block_of(shape, options.tokens, device, _dtype(options, device))
+    trace = tlc.trace(model, random_ids(options.tokens))
+    k = min(options.k, width - 1)
+    few = min(K_OF_PRODUCTS, k)
+    by_jacobians = tlc.plan(trace, k)
+    by_products = tlc.plan(trace, few, method="products")
     memory = Memory(device)
     memory.start()
-    matrices = []
-    products = {}
-    for traced in traces(options, device, seconds):
-        products = bare_products(traced.model.cfg, options.tokens)
-        for layer, block in enumerate(traced.blocks):
-            _, gate = timed(
-                device, lambda block=block: block.reference(options.tokens - 1)
-            )
-            J, jacobian = timed(
-                device,
-                lambda layer=layer, traced=traced: tlc.block_jacobian(traced, layer),
-            )
-            seconds["gate"] += gate
-            seconds["jacobians"] += jacobian
-            matrices.append(J)
-        del traced, block
-    J = torch.stack(matrices)
-    del matrices
-    spectrum, seconds["svd"] = timed(
-        device, lambda: tlc.svd(J, min(options.k + 1, options.width))
-    )
-    _, seconds["pairs"] = timed(device, lambda: fill_both(J, spectrum.top(options.k)))
-    flops = options.layers * sum(product.flops for product in products.values())
+    seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    for _ in range(options.repeats):
+        (block,) = trace.blocks
+        block.references.clear()
+        gate = timed(device, lambda block=block: block.reference(options.tokens - 1))
+        seconds["gate"].append(gate[1])
+        # Products first: their memory is seen before that of J.
+        largest, one = timed(device, lambda: tlc.block_spectrum(trace, 0))
+        top, triplets = timed(device, lambda: tlc.block_spectrum(trace, 0, few))
+        seconds["largest"].append(one)
+        seconds["triplets"].append(triplets)
+        of_products = memory.stop()
+        J, jacobian = timed(device, lambda: tlc.block_jacobian(trace, 0))
+        seconds["jacobian"].append(jacobian)
+        exact, svd = timed(device, lambda J=J: tlc.svd(J, k + 1))
+        seconds["svd"].append(svd)
+    differences = (top.S - exact.S[:few]).abs().max() / exact.S[0]
+    flops = sum(one.flops for one in bare_products(model.cfg, options.tokens).values())
+    is_standard = "experts" not in shape and "mixtral" not in shape
+    typical = {stage: median(values) for stage, values in seconds.items()}
     return {
-        "shapes": {
-            "n_pos": options.tokens,
-            "n_layers": options.layers,
-            "d_model": options.width,
-            "k": options.k,
-        },
-        "dtype_of_weights": options.dtype,
-        "one_block_at_a_time": options.one_at_a_time,
-        "seconds": seconds,
+        "shape": shape,
+        "d_model": width,
+        "n_layers": n_layers,
+        "n_pos": options.tokens,
+        "k": k,
+        "k_of_products": few,
+        "weights_of_block": sum(
+            p.numel() for p in trace.blocks[0].call.module.parameters()
+        ),
+        "dtype_of_weights": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "seconds": typical,
+        "largest_difference_of_sigma": float(differences),
+        "difference_of_largest": float((largest.S[0] - exact.S[0]).abs() / exact.S[0]),
+        "steps": {"largest": int(largest.steps), "triplets": int(top.steps)},
         "memory_mib": memory.stop(),
-        "peak_tflop_per_second": peak / 1e12,
-        "tflop_of_bare_products": flops / 1e12,
-        "share_of_peak": flops / seconds["jacobians"] / peak,
+        "memory_mib_of_products": of_products,
+        "planned_tflop": {
+            stage: by_jacobians.flops[stage] / 1e12
+            for stage in ("gate", "jacobians", "svd")
+        },
+        "planned_tflop_of_triplets": by_products.flops["triplets"] / 1e12,
+        "planned_peak_mib": by_jacobians.peak / 2**20,
+        "planned_tflop_of_model": {
+            str(size): _planned_of_model(trace, n_layers, size) for size in (few, k)
+        },
+        # Of experts no way can do without their rows.
+        "share_of_peak": flops / typical["jacobian"] / peak if is_standard else None,
+    }
+
+
+def _dtype(options: argparse.Namespace, device: torch.device) -> torch.dtype:
+    name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return getattr(torch, name)
+
+
+def _planned_of_model(trace: tlc.Trace, n_layers: int, k: int) -> dict[str, float]:
+    """Return the TFLOP of a depth coupling of so many such blocks, by method."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([trace.blocks[0].call.module] * n_layers)
+    model.cfg = trace.model.cfg
+    return {
+        method: sum(tlc.plan(model, k, trace.n_pos, method=method).flops.values())
+        / 1e12
+        for method in ("jacobians", "products")
     }
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
-    """Return the figures for reading."""
-    run = results["run"]
-    drawn = Table(
-        "",
-        run["dtype_of_weights"],
-        title=f"{results['environment']['device_name']}\n{run['shapes']}",
+    """Return the figures for reading: what was measured, and what follows."""
+    device = results["environment"]["device_name"]
+    peak = results["peak_tflop_per_second"]
+    runs = results["runs"]
+    few, k = runs[0]["k_of_products"], runs[0]["k"]
+    measured = Table(
+        *("shape", "weights", "gate", "J", "SVD", "of the peak"),
+        *("σ₁ by products", "ten triplets", "memory", "that of products"),
+        title=f"One block, {runs[0]['n_pos']} tokens, k = {runs[0]['k']}, {device}, "
+        f"{peak:.3g} TFLOP/s",
+        caption="Seconds, and GiB at the peak with the weights. Products form no "
+        "Jacobian. σ of products and of J differ by at most "
+        f"{max(run['largest_difference_of_sigma'] for run in runs):.0e} σ₁.",
     )
-    drawn.columns[1].justify = "right"
-    for stage in STAGES:
-        drawn.add_row(
-            stage, f"{run['seconds'][stage]:.3f} s", end_section=stage == STAGES[-1]
+    planned = Table(
+        *("shape", "planned", "measured", "blocks", "all, measured"),
+        *(f"J, k = {few}", "products", f"J, k = {k}", "products"),
+        title=f"What `plan` says beside it, {device}",
+        caption="Seconds. Of a block: gate, J and SVD, planned at the measured peak, "
+        "and measured. Of the whole model: those measured, times its blocks; then a "
+        "depth coupling with all its pairs, planned at the peak, by both methods.",
+    )
+    for table in (measured, planned):
+        for column in table.columns[1:]:
+            column.justify = "right"
+    for run in runs:
+        seconds = run["seconds"]
+        share = run["share_of_peak"]
+        measured.add_row(
+            run["shape"],
+            f"{run['weights_of_block'] / 1e6:.0f} M",
+            *(f"{seconds[stage]:.2f}" for stage in ("gate", "jacobian", "svd")),
+            "" if share is None else f"{share:.0%}",
+            *(f"{seconds[stage]:.2f}" for stage in ("largest", "triplets")),
+            *(
+                f"{_peak_mib(run[name]) / 2**10:.1f}"
+                for name in ("memory_mib", "memory_mib_of_products")
+            ),
         )
-    drawn.add_row(
-        "largest float32 product", f"{run['peak_tflop_per_second']:.2f} TFLOP/s"
-    )
-    drawn.add_row(
-        "bare products of the Jacobians", f"{run['tflop_of_bare_products']:.2f} TFLOP"
-    )
-    drawn.add_row("share of the peak", f"{run['share_of_peak']:.0%}")
-    memory = run["memory_mib"]
-    drawn.add_row(
-        "memory at its peak", f"{memory.get('gpu_peak', memory['peak']):.0f} MiB"
-    )
-    return [drawn]
+        of_block = seconds["gate"] + seconds["jacobian"] + seconds["svd"]
+        planned.add_row(
+            run["shape"],
+            f"{sum(run['planned_tflop'].values()) / peak:.2f}",
+            f"{of_block:.2f}",
+            str(run["n_layers"]),
+            f"{of_block * run['n_layers']:.0f}",
+            *(
+                f"{run['planned_tflop_of_model'][str(size)][method] / peak:.0f}"
+                for size in (few, k)
+                for method in ("jacobians", "products")
+            ),
+        )
+    return [measured, planned]
+
+
+def _peak_mib(memory: dict[str, float]) -> float:
+    return memory.get("gpu_peak", memory["peak"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.gpu", description=__doc__.split("\n\n")[0]
     )
     parser.add_argument(
         "--device",
@@ -155,23 +230,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="(default: %(default)s)",
     )
     parser.add_argument(
-        "--layers", type=int, default=32, help="blocks (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--width", type=int, default=4096, help="of the stream (default: %(default)s)"
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=[shape for shape in SHAPES if "tiny" not in shape],
+        help="(default: %(default)s)",
     )
     add_tokens(parser)
     add_k(parser)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="of the weights",
+        help="of the weights (default: bfloat16 on a GPU, else float32)",
     )
     parser.add_argument(
-        "--one-at-a-time",
-        action="store_true",
-        help="one block in memory; the other blocks' are freed",
+        "--repeats",
+        type=int,
+        default=1,
+        help="of each block; medians are kept (default: %(default)s)",
     )
     parser.add_argument(
         "--peak-size",
@@ -182,15 +258,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         device = chosen_device(options.device)
-        results = {"environment": environment(device), "run": measure(options, device)}
+        if device.type == "cuda":
+            # The first call of each kernel loads it.
+            measure("tiny", options, device, 1.0)
+        peak = best_flops_per_second(device, options.peak_size)
+        runs = []
+        for shape in options.shapes:
+            runs.append(measure(shape, options, device, peak))
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        results = {
+            "benchmark": "gpu",
+            "environment": environment(device),
+            "peak_tflop_per_second": peak / 1e12,
+            "runs": runs,
+        }
     except (BenchmarkError, ValueError) as error:
         stop(error)
     except torch.OutOfMemoryError:
-        stop("the GPU has too little memory for these blocks: use --one-at-a-time")
+        stop("the GPU has too little memory for such a block: leave its shape out")
     out = console()
     for table in tables(results):
         out.print(table)
-    out.print(f"wrote {write(options.out, 'gpu', results)}")
+    name = "gpu" if device.type == "cuda" else "large_shapes"
+    out.print(f"wrote {write(options.out, name, results)}")
 
 
 if __name__ == "__main__":

@@ -233,27 +233,19 @@ def test_the_table_of_nothing_is_refused_in_one_line(tmp_path, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("more", [[], ["--one-at-a-time", "--dtype", "float32"]])
-def test_the_lines_for_a_gpu_run_on_a_cpu(more, tmp_path):
-    arguments = [
-        "--device",
-        "cpu",
-        "--layers",
-        2,
-        "--width",
-        64,
-        "--tokens",
-        8,
-        "--k",
-        4,
-        "--peak-size",
-        64,
-    ]
-    gpu.main([*map(str, arguments), *more, "--out", str(tmp_path)])
-    run = read(tmp_path, "gpu")["run"]
-    assert run["shapes"] == {"n_pos": 8, "n_layers": 2, "d_model": 64, "k": 4}
-    assert run["share_of_peak"] > 0
-    assert all(seconds > 0 for seconds in run["seconds"].values())
+def test_the_lines_for_a_gpu_run_on_a_cpu(tmp_path):
+    arguments = ["--device", "cpu", "--shapes", "tiny", "tiny-experts"]
+    arguments += ["--tokens", "8", "--k", "4", "--peak-size", "64"]
+    gpu.main([*arguments, "--out", str(tmp_path)])
+    runs = read(tmp_path, "large_shapes")["runs"]
+    assert [run["shape"] for run in runs] == ["tiny", "tiny-experts"]
+    for run in runs:
+        assert all(seconds > 0 for seconds in run["seconds"].values())
+        assert run["largest_difference_of_sigma"] < 1e-5
+        assert run["planned_tflop_of_model"]["4"]["products"] > 0
+    standard, experts = (run["share_of_peak"] for run in runs)
+    assert standard > 0
+    assert experts is None
 
 
 def test_bare_products_count_what_they_do():
