@@ -25,6 +25,7 @@ from tl_coupling.results import CONTROLS as CONTROL_NAMES
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 
 sys.path.append(str(Path(__file__).parent / "studies"))
+import block_costs_report
 import capacity_report
 import gap_report
 import treatment as treatment_study
@@ -193,6 +194,13 @@ def redundancy() -> Figure:
     return tlc.plots.plot_redundancy(data, correlations, k=K)
 
 
+def block_costs() -> Figure:
+    """Costs of blocks of several models against coupling, and given other predictors."""
+    return block_costs_report.draw(
+        block_costs_report.read_tables(RESULTS / "block_costs")
+    )
+
+
 def capacity() -> Figure:
     """Coupling against the learning rate where held-out losses are equal."""
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
@@ -223,6 +231,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/paths.png": paths,
     "pictures/sizes.png": sizes,
     "pictures/redundancy.png": redundancy,
+    "pictures/block_costs.png": block_costs,
     "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
     "pictures/treatment.png": treatment,

@@ -40,7 +40,7 @@ from tl_coupling.measures import mean_random_coupling
 # What demos share lies above.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import small_models as small
-from block_costs_report import CHANGES, print_report
+from block_costs_report import CHANGES, print_report, read_tables
 
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_WORDS = 8 if IS_SMALL else 40
@@ -158,13 +158,13 @@ def main() -> None:
             source, passages = small_decoder(arguments.small, arguments.out / "runs")
             name = f"small-{arguments.small}.csv"
             run(source, passages, arguments.out / name)
-    paths = sorted(arguments.out.glob("*.csv"))
-    if len(paths) < 2:
+    tables = read_tables(arguments.out)
+    if len(tables) < 2:
         parser.error(
             f"wanted results of two models at least in {arguments.out}, got "
-            f"{len(paths)}: run it without --table"
+            f"{len(tables)}: run it without --table"
         )
-    print_report({path.stem: pandas.read_csv(path) for path in paths})
+    print_report(tables)
 
 
 if __name__ == "__main__":

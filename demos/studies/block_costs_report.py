@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,11 @@ class Blocks:
         return np.hstack(
             [np.empty((len(self.cost), 0)), *map(self.predictors.get, names)]
         )
+
+
+def read_tables(folder: Path) -> dict[str, pandas.DataFrame]:
+    """Return the results of each model that is there."""
+    return {path.stem: pandas.read_csv(path) for path in sorted(folder.glob("*.csv"))}
 
 
 def blocks_of(
