@@ -37,7 +37,10 @@ from tl_coupling.trajectories import (
 )
 from zoo.models import hooked_transformer
 
-SECOND = second_device.install()
+# A GPU where there is one: `python -m pytest tests/support/on_second_device.py`.
+SECOND = (
+    torch.device("cuda") if torch.cuda.is_available() else second_device.install()
+)
 K, TOKENS = 4, tiny.TOKENS[:4]
 # A standard block with shared keys; a custom autograd Function, which rules out
 # torch.func; experts; a cheap way that is wrong; recurrence; attention that reads both
