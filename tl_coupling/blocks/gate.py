@@ -245,12 +245,10 @@ class CheckedBlock(EvaluatedBlock):
         vectors = torch.stack([y - reference.y, reference.y, self.X[t2], u])
         differences = torch.stack(list(products)) - reference.rows[list(t1)]
         # One reading, for which a device waits once.
-        norms = torch.cat(
-            [rows.norm(dim=1) for rows in (vectors, differences, reference.rows)]
-        ).tolist()
+        norms = torch.cat([vectors, differences, reference.rows]).norm(dim=1).tolist()
         error, y_norm, stream_norm, u_norm = norms[:4]
-        errors = norms[4 : -len(reference.rows)]
-        row_norms = norms[-len(reference.rows) :]
+        errors = norms[4 : 4 + len(t1)]
+        row_norms = norms[4 + len(t1) :]
         agrees = [error <= TOLERANCE * (y_norm + _SHARE_OF_STREAM * stream_norm)]
         identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u_norm
         rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * math.hypot(*row_norms)

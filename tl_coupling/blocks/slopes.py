@@ -74,8 +74,8 @@ def converges(
     Cost: one or two calls of `deviations` in most blocks; at most 6.
     """
     # Read together: a device waits once for each call of the block.
-    read = torch.cat([deviations([_FIRST_MOVE]), torch.stack([scale, size])])
-    first, slope, magnitude = read.cpu().numpy()
+    numbers = torch.cat([deviations([_FIRST_MOVE]), torch.stack([scale, size])])
+    first, slope, magnitude = numbers.cpu().numpy()
     known = {_FIRST_MOVE: first}
 
     def error_at(move: float) -> Float[np.ndarray, " n_outputs"]:
@@ -87,8 +87,7 @@ def converges(
         return known[move] / move
 
     # HuggingFace's norms and softmaxes compute in float32, whatever the model is in.
-    eps = torch.finfo(torch.float32).eps
-    rounding = _ROUNDING * eps * (magnitude + slope)
+    rounding = _ROUNDING * torch.finfo(torch.float32).eps * (magnitude + slope)
     above = error_at(_FIRST_MOVE)
     is_settled = np.abs(above) <= _SETTLED * slope + rounding / _FIRST_MOVE
     if is_settled.all():
@@ -109,7 +108,7 @@ def converges(
         tolerance = _SETTLED * slope + rounding / move
         is_far = np.abs(error) > _FAR * slope + rounding / move
         settled = np.abs(error) <= tolerance
-        never_far = never_far & ~is_far[0] & ~is_far[1]
+        never_far = never_far & ~is_far[:2].any(0)
         long_enough = never_far
         if larger is not None:
             extrapolated = (factor * error - larger.error) / (factor - 1)
@@ -121,9 +120,7 @@ def converges(
             if move < _FIRST_MOVE / 2:
                 smooth = np.where(larger.is_far & ~is_far, ~overshoots, smooth)
             long_enough = never_far | larger.settled
-        is_exact = rounding / move <= _MOST_ROUNDING * slope
-        if larger is None:
-            is_exact = np.ones_like(is_exact)
+        is_exact = larger is None or rounding / move <= _MOST_ROUNDING * slope
         converged |= (settled & long_enough & smooth).any(0) & is_exact
         larger = _Errors(error, settled, is_far)
         move /= 2

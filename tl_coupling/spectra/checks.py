@@ -73,16 +73,16 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
 
 def check_matrices(J: Tensor) -> None:
     """Raise unless J is finite, of 32 or 64 bits, and its matrices have entries."""
-    check_dtype(J, "J")
-    check_entries(J, "J")
-    check_finite(J)
-
-
-def check_finite(J: Tensor) -> None:
-    """Raise unless all entries of J are finite."""
+    check_kind(J)
     # A sum of finite numbers may overflow; one with others is never finite.
     if not J.sum().isfinite() and not J.isfinite().all():
         raise ValueError("`J` has NaN or infinite entries")
+
+
+def check_kind(J: Tensor) -> None:
+    """Raise unless J is of 32 or 64 bits, and its matrices have entries."""
+    _check_dtype(J, "J")
+    check_entries(J, "J")
 
 
 def check_entries(matrices: Tensor, name: str) -> None:
@@ -96,7 +96,7 @@ def check_entries(matrices: Tensor, name: str) -> None:
 
 def check_singular_values(S: Tensor) -> None:
     """Raise unless S is of 32 or 64 bits, finite, at least 0, and holds a value."""
-    check_dtype(S, "S")
+    _check_dtype(S, "S")
     if S.shape[-1] == 0:
         raise ValueError(
             f"`S` must hold at least one singular value, got shape {list(S.shape)}"
@@ -107,8 +107,7 @@ def check_singular_values(S: Tensor) -> None:
         )
 
 
-def check_dtype(x: Tensor, name: str) -> None:
-    """Raise unless x is of 32 or 64 bits."""
+def _check_dtype(x: Tensor, name: str) -> None:
     if x.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"`{name}` must be float32 or float64, got {x.dtype}: "

@@ -8,13 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
-from tl_coupling.spectra.checks import (
-    check_dtype,
-    check_entries,
-    check_finite,
-    check_k,
-    check_matrices,
-)
+from tl_coupling.spectra.checks import check_k, check_kind, check_matrices
 from tl_coupling.spectra.iteration import (
     block_width,
     krylov_width,
@@ -96,8 +90,7 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
         >>> tlc.svd(J, k=1).S
         tensor([4.])
     """
-    check_dtype(J, "J")
-    check_entries(J, "J")
+    check_kind(J)
     d_out, d_in = J.shape[-2:]
     rank = min(d_out, d_in)
     n = rank if k is None else k
@@ -241,7 +234,7 @@ def _decompose(J: Float[Tensor, "d_out d_in"], k: int) -> Parts:
         if parts is not None:
             return parts
     # An iteration ends without triplets where entries are not finite.
-    check_finite(J)
+    check_matrices(J)
     U, S, Vh = torch.linalg.svd(J, full_matrices=False)
     U = U[:, :k]
     S = S[:k]
