@@ -58,8 +58,10 @@ STAGES = ("gate", "jacobian", "svd", "triplets", "largest")
 K_OF_PRODUCTS = 10
 
 
-def block_of(shape: str, n_ctx: int, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return a bridge of one random block in a shape."""
+def random_blocks(
+    shape: str, n_layers: int, n_ctx: int, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """Return a bridge of random blocks in a shape."""
     import transformers
 
     family, width, d_mlp, n_heads, n_key_heads, _ = SHAPES[shape]
@@ -68,7 +70,7 @@ def block_of(shape: str, n_ctx: int, device: torch.device, dtype: torch.dtype) -
         vocab_size=1024,
         hidden_size=width,
         intermediate_size=d_mlp,
-        num_hidden_layers=1,
+        num_hidden_layers=n_layers,
         num_attention_heads=n_heads,
         num_key_value_heads=n_key_heads,
         head_dim=d_head,
@@ -83,7 +85,8 @@ def measure(
 ) -> dict[str, Any]:
     """Seconds of each stage of one block, memory, and what was planned."""
     _, width, _, _, _, n_layers = SHAPES[shape]
-    model = block_of(shape, options.tokens, device, _dtype(options, device))
+    dtype = _dtype(options, device)
+    model = random_blocks(shape, 1, options.tokens, device, dtype)
     trace = tlc.trace(model, random_ids(options.tokens))
     k = min(options.k, width - 1)
     few = min(K_OF_PRODUCTS, k)
@@ -139,6 +142,31 @@ def measure(
         },
         # Of experts no way can do without their rows.
         "share_of_peak": flops / typical["jacobian"] / peak if is_standard else None,
+    }
+
+
+def measure_whole(
+    shape: str, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Seconds and memory of a depth coupling of all blocks, from the prompt on."""
+    _, width, _, _, _, n_layers = SHAPES[shape]
+    dtype = _dtype(options, device)
+    model = random_blocks(shape, n_layers, options.tokens, device, dtype)
+    ids = random_ids(options.tokens)
+    # The first call loads kernels.
+    tlc.depth_coupling(tlc.trace(model, ids), 4, layers=[0, 1], progress=False)
+    memory = Memory(device)
+    memory.start()
+    trace, tracing = timed(device, lambda: tlc.trace(model, ids))
+    k = min(options.k, width)
+    _, coupling = timed(device, lambda: tlc.depth_coupling(trace, k, progress=False))
+    return {
+        "shape": shape,
+        "n_layers": n_layers,
+        "k": k,
+        "trace": tracing,
+        "depth_coupling": coupling,
+        "memory_mib": memory.stop(),
     }
 
 
@@ -212,7 +240,20 @@ def tables(results: dict[str, Any]) -> list[Table]:
                 for method in ("jacobians", "products")
             ),
         )
-    return [measured, planned]
+    whole = Table(
+        *("shape", "blocks", "trace", "depth coupling", "memory"),
+        title=f"A whole model in memory, all pairs, k = {k}, {device}",
+        caption="Seconds, and GiB at the peak with the weights.",
+    )
+    for run in results["whole"]:
+        whole.add_row(
+            run["shape"],
+            str(run["n_layers"]),
+            f"{run['trace']:.2f}",
+            f"{run['depth_coupling']:.2f}",
+            f"{_peak_mib(run['memory_mib']) / 2**10:.1f}",
+        )
+    return [measured, planned, whole] if results["whole"] else [measured, planned]
 
 
 def _peak_mib(memory: dict[str, float]) -> float:
@@ -235,6 +276,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=SHAPES,
         default=[shape for shape in SHAPES if "tiny" not in shape],
         help="(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--whole",
+        nargs="*",
+        choices=SHAPES,
+        help="all blocks at once (default: pythia-410m llama-3-8b on a GPU, else none)",
     )
     add_tokens(parser)
     add_k(parser)
@@ -267,11 +314,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             runs.append(measure(shape, options, device, peak))
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        whole = options.whole
+        if whole is None:
+            whole = ["pythia-410m", "llama-3-8b"] if device.type == "cuda" else []
         results = {
             "benchmark": "gpu",
             "environment": environment(device),
             "peak_tflop_per_second": peak / 1e12,
             "runs": runs,
+            "whole": [measure_whole(shape, options, device) for shape in whole],
         }
     except (BenchmarkError, ValueError) as error:
         stop(error)

@@ -235,10 +235,12 @@ def test_the_table_of_nothing_is_refused_in_one_line(tmp_path, capsys):
 
 def test_the_lines_for_a_gpu_run_on_a_cpu(tmp_path):
     arguments = ["--device", "cpu", "--shapes", "tiny", "tiny-experts"]
-    arguments += ["--tokens", "8", "--k", "4", "--peak-size", "64"]
+    arguments += ["--tokens", "8", "--k", "4", "--peak-size", "64", "--whole", "tiny"]
     gpu.main([*arguments, "--out", str(tmp_path)])
-    runs = read(tmp_path, "large_shapes")["runs"]
+    results = read(tmp_path, "large_shapes")
+    runs = results["runs"]
     assert [run["shape"] for run in runs] == ["tiny", "tiny-experts"]
+    assert results["whole"][0]["depth_coupling"] > 0
     for run in runs:
         assert all(seconds > 0 for seconds in run["seconds"].values())
         assert run["largest_difference_of_sigma"] < 1e-5
