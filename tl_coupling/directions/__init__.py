@@ -1,10 +1,12 @@
-"""What the singular vectors of blocks mean and do: read, steered along, removed."""
+"""What the singular vectors of blocks mean and do: read, steered along, removed,
+rotated."""
 
 # ruff: noqa: F401
 from tl_coupling.directions.ablation import Ablation, ablate
 from tl_coupling.directions.decoding import Decoded, decode
 from tl_coupling.directions.interventions import Directions, directions_of
+from tl_coupling.directions.rotation import Rotation, rotate
 from tl_coupling.directions.steering import Steering, steer
 from tl_coupling.directions.subspaces import Subspace, shared_subspace
 
-__all__ = ["ablate", "decode", "directions_of", "shared_subspace", "steer"]
+__all__ = ["ablate", "decode", "directions_of", "rotate", "shared_subspace", "steer"]

@@ -18,13 +18,13 @@ from tl_coupling.arguments import (
     warn_caller,
 )
 from tl_coupling.blocks import trace
-from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.effects import (
     effects_of_kind,
     kl,
     log_probabilities,
     losses,
     rows_at_once,
+    tokens_by_id,
 )
 from tl_coupling.directions.interventions import (
     Side,
@@ -35,7 +35,6 @@ from tl_coupling.directions.projections import Projection
 from tl_coupling.directions.random_directions import frames
 from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
-from tl_coupling.models import tokenize
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
 from tl_coupling.results import Saved
@@ -268,7 +267,7 @@ def ablate(
             f"at least one, got {list(chosen)}"
         )
     check_layers_differ(chosen)
-    tokens_of_prompts = _tokenized(
+    tokens_of_prompts = tokens_by_id(
         model, as_prompts(prompts), prepend_bos, first_position
     )
     side = side or subspace.default_side
@@ -303,37 +302,6 @@ def ablate(
             "seed_of_draws": seed,
         },
     )
-
-
-def _tokenized(
-    model: nn.Module,
-    prompts: Sequence[Prompt],
-    prepend_bos: bool | None,
-    first_position: int,
-) -> dict[str, Tensor]:
-    """Return the tokens of each prompt, by its id, as many as it has.
-
-    Raises ValueError for one that is too short, and for two that are the same.
-    """
-    tokens_by_id: dict[str, Tensor] = {}
-    different = DifferentPrompts()
-    for prompt in prompts:
-        tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
-        if len(tokens) < 2:
-            raise ValueError(
-                f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
-                f"the other, got {len(tokens)}"
-            )
-        if first_position >= len(tokens):
-            raise ValueError(
-                f"`first_position` must be below {len(tokens)}, the number of tokens of "
-                f"prompt {prompt.id!r}, got {first_position}: nothing would be removed"
-            )
-        # Prompts are told apart by their tokens: one text under two names is one
-        # prompt.
-        different.add(prompt.id, tokens)
-        tokens_by_id[prompt.id] = tokens
-    return tokens_by_id
 
 
 class _Conditions(NamedTuple):

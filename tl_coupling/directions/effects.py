@@ -6,15 +6,49 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_coupling.blocks import own_arithmetic
+from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.interventions import Hook
+from tl_coupling.models import tokenize
+from tl_coupling.prompts import Prompt
 
 # How much memory the logits of one pass may take.
 _BYTES_OF_LOGITS = 200_000_000
 # Log-probabilities are in float64 unless a caller asks for less.
 _BYTES_OF_NUMBER = 8
+
+
+def tokens_by_id(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    prepend_bos: bool | None,
+    first_position: int,
+) -> dict[str, Tensor]:
+    """Return the tokens of each prompt, by its id, as many as it has.
+
+    Raises ValueError for one that is too short, and for two that are the same.
+    """
+    tokens_of_prompts: dict[str, Tensor] = {}
+    different = DifferentPrompts()
+    for prompt in prompts:
+        tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
+        if len(tokens) < 2:
+            raise ValueError(
+                f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
+                f"the other, got {len(tokens)}"
+            )
+        if first_position >= len(tokens):
+            raise ValueError(
+                f"`first_position` must be below {len(tokens)}, the number of tokens of "
+                f"prompt {prompt.id!r}, got {first_position}: nothing would be changed"
+            )
+        # Prompts are told apart by their tokens: one text under two names is one
+        # prompt.
+        different.add(prompt.id, tokens)
+        tokens_of_prompts[prompt.id] = tokens
+    return tokens_of_prompts
 
 
 def effects_of_kind(

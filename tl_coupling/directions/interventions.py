@@ -1,6 +1,6 @@
 """Directions in the residual stream, and interventions on them as TransformerLens hooks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pandas
 
 Side = Literal["read", "write"]
+RotatedSide = Literal["read", "write", "both"]
 HookFunction = Callable[..., Tensor]
 # What `model.hooks(fwd_hooks=…)` takes a list of.
 Hook = tuple[str, HookFunction]
@@ -365,4 +366,63 @@ def _removal_hooks(removal: Projection, layer: int, side: Side) -> list[Hook]:
     return [
         (hook_point(layer, "read"), read_hook),
         (hook_point(layer, "write"), write_hook),
+    ]
+
+
+def rotation_hooks(
+    rotations: Mapping[int, Float[Tensor, "batch d_model d_model"]],
+    side: RotatedSide,
+    first_position: int = 0,
+) -> list[Hook]:
+    """Return hooks that multiply what blocks read, or what they write, by matrices R.
+
+    Write: the stream gets `R f(h)`; read: `f(R h)`; both: `R f(Rᵀ h)`. The stream keeps
+    h. Each row of a batch has its own matrix.
+
+    Args:
+        rotations: R by layer.
+        side: what is multiplied.
+        first_position: tokens before it read and write as they did.
+    """
+    hooks: list[Hook] = []
+    for layer, R in rotations.items():
+        hooks += _rotation_hooks(R, layer, side, first_position)
+    return hooks
+
+
+def _rotation_hooks(
+    R: Float[Tensor, "batch d_model d_model"],
+    layer: int,
+    side: RotatedSide,
+    first_position: int,
+) -> list[Hook]:
+    # What the second hook needs of the first, in one pass of the block.
+    kept: list[Tensor] = []
+
+    def multiplied(x: Stream, M: Tensor) -> Stream:
+        # Rows are vectors of the stream: `M x` is `x Mᵀ`.
+        product = x @ M.mT.to(x)
+        product[:, :first_position] = x[:, :first_position]
+        return product
+
+    def rotate_input(h: Stream, hook: object) -> Stream:
+        if side == "write":
+            read = h.clone()
+        else:
+            read = multiplied(h, R if side == "read" else R.mT)
+        # Copies: some blocks add to the stream in place.
+        kept[:] = [h.clone(), read.clone()]
+        return read
+
+    def rotate_step(output: Stream, hook: object) -> Stream:
+        h, read = kept
+        kept.clear()
+        step = output - read
+        written = step if side == "read" else multiplied(step, R)
+        # As differences, so that R = I changes no bit.
+        return output + (h - read) + (written - step)
+
+    return [
+        (hook_point(layer, "read"), rotate_input),
+        (hook_point(layer, "write"), rotate_step),
     ]
