@@ -22,6 +22,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -37,48 +38,48 @@ from shared_directions import keep
 
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_TEXTS = 2 if IS_SMALL else 8
-N_TEXTS_OF_COUPLING = 1 if IS_SMALL else 3
-N_DRAWS = 2 if IS_SMALL else 5
-N_DRAWS_ALONE = 1 if IS_SMALL else 3
+N_TEXTS_ALONE = 1 if IS_SMALL else 3
+N_DRAWS = 2 if IS_SMALL else 3
+N_DRAWS_ALONE = 1 if IS_SMALL else 2
 ANGLES = (45.0,) if IS_SMALL else (10.0, 20.0, 45.0, 90.0)
 LAYERS = slice(2, 4) if IS_SMALL else slice(2, -2)
 LAYERS_ALONE = slice(0, 3) if IS_SMALL else slice(None)
-SIDES: tuple[Literal["write", "read", "both"], ...] = ("write", "read", "both")
+RotatedSide = Literal["write", "read", "both"]
+SIDES: tuple[RotatedSide, ...] = ("write", "read", "both")
 K = 10
 Row = dict[str, float | str]
 
 
-def together_and_apart(model: nn.Module) -> Iterator[Row]:
+def together_and_apart(side: RotatedSide, model: nn.Module) -> Iterator[Row]:
     """Yield the effect on each text of each rotation of the middle blocks."""
     texts = distinct_texts(N_TEXTS)
     layers = range(model.cfg.n_layers)[LAYERS]
-    for side in SIDES:
-        for angle in tqdm(ANGLES, desc=side):
-            result = tlc.directions.rotate(
-                model,
-                texts,
-                layers,
-                side,
-                angle=angle,
-                first_position=1,
-                n_draws=N_DRAWS,
-            )
-            for kind in dict.fromkeys(result.kinds):
-                for text, change in enumerate(result.of(kind)):
-                    yield {
-                        "side": side,
-                        "angle": angle,
-                        "kind": kind,
-                        "text": text,
-                        "loss": float(result.loss[text]),
-                        "loss_change": change,
-                    }
+    for angle in tqdm(ANGLES, desc=side):
+        result = tlc.directions.rotate(
+            model,
+            texts,
+            layers,
+            side,
+            angle=angle,
+            first_position=1,
+            n_draws=N_DRAWS,
+        )
+        for kind in dict.fromkeys(result.kinds):
+            for text, change in enumerate(result.of(kind)):
+                yield {
+                    "side": side,
+                    "angle": angle,
+                    "kind": kind,
+                    "text": text,
+                    "loss": float(result.loss[text]),
+                    "loss_change": change,
+                }
 
 
 def alone(model: nn.Module) -> Iterator[Row]:
     """Yield the cost of each block's rotation, means over texts, and its coupling."""
-    texts = distinct_texts(N_TEXTS)
-    traces = [tlc.trace(model, text) for text in texts[:N_TEXTS_OF_COUPLING]]
+    texts = distinct_texts(N_TEXTS_ALONE)
+    traces = [tlc.trace(model, text) for text in texts]
     maps = [tlc.depth_coupling(traced, K, progress=False) for traced in traces]
     for layer in tqdm(range(model.cfg.n_layers)[LAYERS_ALONE], desc="alone"):
         result = tlc.directions.rotate(
@@ -104,7 +105,7 @@ def steps(model: nn.Module) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[nn.Module], Iterator[Row]]] = {
     "steps": steps,
-    "blocks": together_and_apart,
+    **{side: partial(together_and_apart, side) for side in SIDES},
     "alone": alone,
 }
 
@@ -117,7 +118,7 @@ def table_of_blocks(rows: pandas.DataFrame) -> pandas.DataFrame:
     wide["together − apart"] = wide["together"] - wide["apart"]
     columns = ["together", "apart", "shrunk", "together − apart"]
     table = wide[columns].groupby(["side", "angle"], sort=False).agg(interval)
-    return table.reindex(SIDES, level="side")
+    return table.reindex([side for side in SIDES if side in set(rows["side"])], level=0)
 
 
 def rank_correlations(rows: pandas.DataFrame) -> dict[str, float]:
@@ -161,8 +162,9 @@ def show(folder: Path) -> None:
     }
     if "steps" in parts:
         print(f"steps add up: {interval(parts['steps']['addition'])}, 1 if orthogonal")
-    if "blocks" in parts:
-        rows = parts["blocks"]
+    sides = [parts[side] for side in SIDES if side in parts]
+    if sides:
+        rows = pandas.concat(sides)
         loss = rows.drop_duplicates("text")["loss"].mean()
         print(f"loss {loss:.2f}; of a uniform prediction {math.log(49_152):.2f}")
         print("change in loss, nats per token, means over texts [95 % t]")
@@ -178,9 +180,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--out", type=Path, default=Path("out/rotation"))
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="which run"
+    )
     parser.add_argument("--table", action="store_true", help="only print what is there")
     arguments = parser.parse_args()
-    missing = [name for name in PARTS if not (arguments.out / f"{name}.csv").exists()]
+    missing = [
+        name for name in arguments.parts if not (arguments.out / f"{name}.csv").exists()
+    ]
     if missing and not arguments.table:
         model = tlc.load_model(arguments.model)
         for name in missing:

@@ -283,6 +283,10 @@ def _ablated(trace: tlc.Trace) -> object:
     )
 
 
+def _rotated(trace: tlc.Trace) -> object:
+    return tlc.directions.rotate(trace.model, ["w1 w2"], n_draws=1, progress=False)
+
+
 def _of_trace(trace: tlc.Trace) -> Arguments:
     return {"trace": trace}
 
@@ -347,6 +351,7 @@ _OF_TRACES: dict[
     ),
     "steer": (_steered, _of_trace),
     "ablate": (_ablated, _of_trace),
+    "rotate": (_rotated, _of_trace),
     "measure_trajectory": (
         tlc.trajectories.measure_trajectory,
         lambda t: {"trace": t, "progress": False},

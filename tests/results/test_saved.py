@@ -55,6 +55,9 @@ RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
         tlc.directions.shared_subspace([trace], rank=1, k=3),
         n_draws=1,
     ),
+    "a rotation": lambda trace: tlc.directions.rotate(
+        trace.model, ["w1 w2"], n_draws=1
+    ),
     "a subspace": lambda trace: tlc.directions.shared_subspace([trace], rank=1, k=3),
     "steering": lambda trace: tlc.directions.steer(
         trace.model,
