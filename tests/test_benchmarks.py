@@ -24,6 +24,7 @@ from benchmarks import (
     floor,
     gpu,
     jacobians,
+    largest,
     lens,
     released_algorithm,
     stages,
@@ -248,6 +249,15 @@ def test_the_lines_for_a_gpu_run_on_a_cpu(tmp_path):
     standard, experts = (run["share_of_peak"] for run in runs)
     assert standard > 0
     assert experts is None
+
+
+def test_the_largest_of_every_way_are_the_same(folder_model, tmp_path):
+    arguments = ["--model", str(folder_model), "--tokens", "6", "--k", "2"]
+    largest.main([*arguments, "--layers", "1", "--out", str(tmp_path)])
+    (run,) = read(tmp_path, "largest")["runs"]
+    assert run["largest_difference"] < 1e-5
+    assert all(seconds > 0 for seconds in run["seconds"].values())
+    assert run["ratios"]["products"] == 1
 
 
 def test_bare_products_count_what_they_do():
