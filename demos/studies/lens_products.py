@@ -1,0 +1,236 @@
+"""Does coupling explain the lens? The mean of products of blocks, against the product of
+their means.
+
+    python demos/studies/lens_products.py --models smollm2-135m path/to/model.gguf
+    python demos/studies/lens_products.py --table  # only prints
+
+Blocks `B = I + J` at the last token of paragraphs of Python's documentation. For the
+span from each layer to the last block, and for each pair of neighbours: the defect
+`‖E[B ⋯ B] − E[B] ⋯ E[B]‖ / ‖E[B ⋯ B]‖`; for pairs also their covariation `‖E[δ' δ]‖ /
+√(E‖δ'‖² E‖δ‖²)`, δ being a block's departure from its mean. Beside them:
+
+- *other prompts*: each block from a prompt of its own (a random order of prompts for
+  each block): what so few prompts make by chance;
+- *turned*: a random rotation between neighbours, the same for all prompts: the blocks of
+  `dynamics.products` that are turned at random.
+
+If averages commuted with products, the defect would be that of *other prompts*; if
+coupling had no part in it, covariation would be that of *turned* and not go with the
+coupling of the pair. `lens_products.md` says what each outcome means; it was committed
+before this was run. One file of results for each model, in
+`demos/studies/results/lens_products`; what is there is not run again. Minutes for each
+model; `SMALL=1`: seconds, of three prompts and four blocks.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas
+import torch
+from jaxtyping import Float
+from scipy import stats
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import tl_coupling as tlc
+from paths import distinct_texts
+from shared_directions import keep
+from tl_coupling.measures import mean_random_coupling, random_rotations
+
+IS_SMALL = bool(os.environ.get("SMALL"))
+N_TEXTS = 3 if IS_SMALL else 12
+N_DRAWS = 2 if IS_SMALL else 5
+LAYERS = range(4) if IS_SMALL else None
+K = 10
+OWN, OTHER_PROMPTS, TURNED = "own", "other prompts", "turned"
+RESULTS = Path(__file__).parent / "results" / "lens_products"
+# Blocks of one prompt, and of several.
+Blocks = Float[Tensor, "n_layers d d"]
+Prompts = Float[Tensor, "n_prompts n_layers d d"]
+
+
+def products(B: Blocks, rotations: Blocks | None = None) -> Blocks:
+    """Return `B[-1] ⋯ B[l]` of each l, with a rotation before each block but the first."""
+    product = B[-1]
+    found = [product]
+    for layer in reversed(range(len(B) - 1)):
+        if rotations is not None:
+            product = product @ rotations[layer]
+        product = product @ B[layer]
+        found.append(product)
+    return torch.stack(found[::-1])
+
+
+def defects(B: Prompts, rotations: Blocks | None = None) -> Float[Tensor, " n_layers"]:
+    """Return the defect of the span from each layer to the last block."""
+    mean_product = torch.zeros_like(B[0])
+    for blocks in B:
+        mean_product += products(blocks, rotations) / len(B)
+    product_of_means = products(B.mean(0), rotations)
+    difference = torch.linalg.matrix_norm(mean_product - product_of_means)
+    return difference / torch.linalg.matrix_norm(mean_product)
+
+
+def covariations(
+    B: Prompts, rotations: Blocks | None = None
+) -> Float[Tensor, " n_pairs"]:
+    """Return how far each pair of neighbours departs from its means together."""
+    departures = B - B.mean(0)
+    sizes = departures.square().sum((-2, -1)).mean(0)
+    found = []
+    for layer in range(B.shape[1] - 1):
+        later = departures[:, layer + 1]
+        if rotations is not None:
+            later = later @ rotations[layer]
+        together = torch.bmm(later, departures[:, layer]).mean(0)
+        found.append(together.norm() / (sizes[layer] * sizes[layer + 1]).sqrt())
+    return torch.stack(found)
+
+
+def of_other_prompts(B: Prompts, generator: torch.Generator) -> Prompts:
+    """Return blocks of which each is from a prompt of its own."""
+    shuffled = torch.empty_like(B)
+    for layer in range(B.shape[1]):
+        order = torch.randperm(len(B), generator=generator)
+        shuffled[:, layer] = B[order, layer]
+    return shuffled
+
+
+def rows_of(B: Prompts, coupling: Sequence[float]) -> list[dict[str, float | str]]:
+    """Return both measures of the blocks and of every draw of the controls."""
+    n_layers, d = B.shape[1:3]
+    rows: list[dict[str, float | str]] = []
+
+    def note(control: str, draw: int, B: Prompts, rotations: Blocks | None) -> None:
+        measured = {
+            "defect": defects(B, rotations),
+            "covariation": covariations(B, rotations),
+        }
+        rows.extend(
+            {
+                "measure": name,
+                "control": control,
+                "draw": draw,
+                "layer": layer,
+                "value": float(value),
+            }
+            for name, values in measured.items()
+            for layer, value in enumerate(values)
+        )
+
+    note(OWN, 0, B, None)
+    for draw in tqdm(range(N_DRAWS), desc="draws"):
+        generator = torch.Generator().manual_seed(draw)
+        note(OTHER_PROMPTS, draw, of_other_prompts(B, generator), None)
+        rotations = random_rotations(n_layers - 1, d, generator=generator).to(B)
+        note(TURNED, draw, B, rotations)
+    rows.extend(
+        {
+            "measure": "coupling",
+            "control": OWN,
+            "draw": 0,
+            "layer": layer,
+            "value": value,
+        }
+        for layer, value in enumerate(coupling)
+    )
+    return rows
+
+
+def measured(name: str) -> pandas.DataFrame:
+    """Measure a model."""
+    model: nn.Module = tlc.load_model(name)
+    blocks: list[Tensor] = []
+    couplings: list[np.ndarray] = []
+    for text in tqdm(distinct_texts(N_TEXTS), desc="texts"):
+        J = tlc.block_jacobians(tlc.trace(model, text), LAYERS, progress=False)
+        coupling = tlc.comparisons.jacobian_coupling(J, K).coupling()
+        couplings.append(coupling.diagonal(1).numpy() - mean_random_coupling(K))
+        J.diagonal(dim1=-2, dim2=-1).add_(1)
+        blocks.append(J)
+    B = torch.stack(blocks)
+    blocks.clear()
+    rows = rows_of(B, np.mean(couplings, 0).tolist())
+    return pandas.DataFrame(rows).assign(n_prompts=len(B))
+
+
+def by_control(table: pandas.DataFrame, measure: str) -> pandas.DataFrame:
+    """Return means over draws, a column for each control and a row for each layer."""
+    of_measure = table[table["measure"] == measure]
+    return of_measure.pivot_table(index="layer", columns="control", values="value")
+
+
+def shifted_p(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Return the rank correlation, and its p by shifting one series around its end."""
+    correlations = [
+        float(stats.spearmanr(x, np.roll(y, shift)).statistic)
+        for shift in range(len(x))
+    ]
+    own = abs(correlations[0]) - 1e-12
+    return correlations[0], float(np.mean(np.abs(correlations) >= own))
+
+
+def without_depth(values: np.ndarray) -> np.ndarray:
+    """Return ranks less what a line over depth says of them."""
+    ranks = stats.rankdata(values)
+    depth = np.arange(len(ranks))
+    return ranks - np.polyval(np.polyfit(depth, ranks, 1), depth)
+
+
+def report(name: str, table: pandas.DataFrame) -> str:
+    """Return what the results of a model say."""
+    spans = by_control(table, "defect")
+    pairs = by_control(table, "covariation")
+    coupling = by_control(table, "coupling")[OWN].to_numpy()
+    first, middle = spans.iloc[0], spans.iloc[len(spans) // 2]
+    own = pairs[OWN].to_numpy()
+    drawn = table[(table["measure"] == "covariation") & (table["control"] == TURNED)]
+    of_turned = drawn.pivot_table(index="layer", columns="draw", values="value")
+    above = int((pairs[OWN] > of_turned.max(axis=1)).sum())
+    below = int((pairs[OWN] < of_turned.min(axis=1)).sum())
+    rho, p = shifted_p(coupling, own)
+    rho_within, p_within = shifted_p(without_depth(coupling), without_depth(own))
+    shown = "  ".join(f"{control} {{:.3f}}" for control in (OWN, OTHER_PROMPTS, TURNED))
+    controls = [OWN, OTHER_PROMPTS, TURNED]
+    return "\n".join(
+        [
+            f"{name}: {int(table['n_prompts'].iloc[0])} texts, {len(spans)} blocks",
+            "  defect from the first block on: " + shown.format(*first[controls]),
+            "  defect from the middle on:      " + shown.format(*middle[controls]),
+            "  covariation of neighbours, mean: "
+            + shown.format(*pairs[controls].mean()),
+            f"  above all draws of turned blocks at {above} of {len(pairs)} pairs, below "
+            f"all at {below}",
+            f"  with coupling over pairs: ρ {rho:+.2f} (p {p:.2f}), depth held fixed "
+            f"{rho_within:+.2f} (p {p_within:.2f})",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure models, and print what the results say."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--out", type=Path, default=Path("out/lens_products"))
+    parser.add_argument(
+        "--table", action="store_true", help="print the committed results alone"
+    )
+    options = parser.parse_args()
+    if options.table:
+        for path in sorted(RESULTS.glob("*.csv")):
+            print(report(path.stem, pandas.read_csv(path)))
+        return
+    for name in options.models:
+        path = options.out / f"{Path(name).stem}.csv"
+        if not path.exists():
+            keep(measured(name), path)
+        print(report(path.stem, pandas.read_csv(path)))
+
+
+if __name__ == "__main__":
+    main()
