@@ -24,13 +24,14 @@ model; `SMALL=1`: seconds, of three prompts and four blocks.
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pandas
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
 from scipy import stats
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -39,6 +40,7 @@ import tl_coupling as tlc
 from paths import distinct_texts
 from shared_directions import keep
 from tl_coupling.measures import mean_random_coupling, random_rotations
+from tl_coupling.plots import labels
 
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_TEXTS = 3 if IS_SMALL else 12
@@ -46,6 +48,11 @@ N_DRAWS = 2 if IS_SMALL else 5
 LAYERS = range(4) if IS_SMALL else None
 K = 10
 OWN, OTHER_PROMPTS, TURNED = "own", "other prompts", "turned"
+CONTROL_LABELS = {
+    OWN: "the blocks",
+    OTHER_PROMPTS: "each from another prompt",
+    TURNED: "turned at random",
+}
 RESULTS = Path(__file__).parent / "results" / "lens_products"
 # Blocks of one prompt, and of several.
 Blocks = Float[Tensor, "n_layers d d"]
@@ -140,12 +147,12 @@ def rows_of(B: Prompts, coupling: Sequence[float]) -> list[dict[str, float | str
     return rows
 
 
-def measured(name: str) -> pandas.DataFrame:
-    """Measure a model."""
+def measured(name: str, n_texts: int) -> pandas.DataFrame:
+    """Measure a model on so many texts."""
     model: nn.Module = tlc.load_model(name)
     blocks: list[Tensor] = []
     couplings: list[np.ndarray] = []
-    for text in tqdm(distinct_texts(N_TEXTS), desc="texts"):
+    for text in tqdm(distinct_texts(n_texts), desc="texts"):
         J = tlc.block_jacobians(tlc.trace(model, text), LAYERS, progress=False)
         coupling = tlc.comparisons.jacobian_coupling(J, K).coupling()
         couplings.append(coupling.diagonal(1).numpy() - mean_random_coupling(K))
@@ -210,12 +217,44 @@ def report(name: str, table: pandas.DataFrame) -> str:
     )
 
 
+def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
+    """Draw the defect of spans and the covariation of neighbours, a column a model."""
+    figure = labels.new_figure(labels.PAGE_WIDTH, 5.2)
+    grid = figure.subplots(2, len(tables), squeeze=False, sharey="row")
+    colors = {
+        OWN: labels.BLUE,
+        OTHER_PROMPTS: labels.ORANGE,
+        TURNED: labels.VERMILION,
+    }
+    for column, (name, table) in zip(grid.T, tables.items(), strict=True):
+        for ax, measure in zip(column, ("defect", "covariation"), strict=True):
+            for control, color in colors.items():
+                values = by_control(table, measure)[control]
+                # The last block alone has no defect, up to rounding.
+                values = values[: len(by_control(table, "covariation"))]
+                look = labels.marked(color, len(values))
+                ax.plot(values, label=CONTROL_LABELS[control], **look)
+            ax.set_yscale("log")
+        n_prompts = int(table["n_prompts"].iloc[0])
+        column[0].set_title(f"{name}, {n_prompts} texts", fontsize="medium")
+        column[0].set_xlabel("from layer … to the last")
+        column[1].set_xlabel("layer … and the next")
+    grid[0, 0].set_ylabel("defect")
+    grid[1, 0].set_ylabel("covariation")
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    labels.plain_legend(
+        figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
+    )
+    return figure
+
+
 def main() -> None:
     """Measure models, and print what the results say."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
+    parser.add_argument("--texts", type=int, default=N_TEXTS)
     parser.add_argument("--out", type=Path, default=Path("out/lens_products"))
     parser.add_argument(
         "--table", action="store_true", help="print the committed results alone"
@@ -228,7 +267,7 @@ def main() -> None:
     for name in options.models:
         path = options.out / f"{Path(name).stem}.csv"
         if not path.exists():
-            keep(measured(name), path)
+            keep(measured(name, options.texts), path)
         print(report(path.stem, pandas.read_csv(path)))
 
 

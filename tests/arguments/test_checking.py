@@ -30,6 +30,15 @@ ASKED += (trajectories.Linearisation, trajectories.ResidualAlignment)
 # Functions of a table, which call its columns x and y.
 OF_COLUMNS = {"linear_fit"}
 SQUARE = torch.tensor([[2.0, 1.0], [0.5, 3.0]])
+# What is taken for a lens of TransformerLens.
+LENS = types.SimpleNamespace(
+    jacobians={0: SQUARE},
+    n_prompts=1,
+    d_model=2,
+    metadata={},
+    transport=torch.matmul,
+    validate_model=print,
+)
 
 
 class Foreign:
@@ -173,6 +182,8 @@ def fitting(
         "plot_ablation": {"result": object.__new__(directions.Ablation)},
         "plot_steering": {"result": object.__new__(directions.Steering)},
         "plot_subspace": {"result": object.__new__(directions.Subspace)},
+        "lens_audit": {"lens": LENS},
+        "plot_lens_audit": {"result": object.__new__(trajectories.LensAudit)},
         "plot_product_map": {"result": object.__new__(dynamics.ProductMap)},
         "then": {"M": SQUARE},
         "without_shared": {"J": SQUARE[None]},

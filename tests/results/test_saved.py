@@ -47,6 +47,10 @@ RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "prompts": lambda trace: tlc.prompt_coupling(
         [trace, tlc.trace(trace.model, trace.tokens[:4])], k=2
     ),
+    "an audit": lambda trace: tlc.trajectories.lens_audit(
+        tlc.trajectories.product_lens([trace]),
+        [trace, tlc.trace(trace.model, "w5 w6 w7")],
+    ),
     "alignment": lambda trace: tlc.trajectories.residual_alignment(trace, 3),
     "decoded": lambda trace: tlc.directions.decode(trace, 1, k=1, n_draws=2),
     "an ablation": lambda trace: tlc.directions.ablate(

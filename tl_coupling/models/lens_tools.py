@@ -1,5 +1,6 @@
 """TransformerLens's own tools: its Jacobian lens and its factored matrices."""
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -11,6 +12,9 @@ from tl_coupling.arguments import made_by
 
 if TYPE_CHECKING:
     from transformer_lens import FactoredMatrix
+
+# Of HuggingFace's configurations: transformers 5 has the first, earlier ones the others.
+_ROPE_SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
 @made_by("trajectories.product_lens(traces)")
@@ -65,7 +69,18 @@ def described_for_lens(model: Any) -> dict[str, Any]:
         "model_revision": getattr(config, "_commit_hash", None) or None,
         "target_layer": model.cfg.n_layers - 1,
         "hook_convention": "blocks.{layer}.hook_out",
+        "rope": _rope(config),
     }
+
+
+def _rope(config: Any) -> str | None:
+    """Return the settings of rotary embeddings as text; None where there are none."""
+    settings = {
+        name: getattr(config, name)
+        for name in _ROPE_SETTINGS
+        if getattr(config, name, None) is not None
+    }
+    return json.dumps(settings, sort_keys=True, default=str) if settings else None
 
 
 def factored_matrix(

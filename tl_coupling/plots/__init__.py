@@ -34,6 +34,7 @@ from tl_coupling.plots.layers import (
     plot_singular_values,
     weighted_pairs,
 )
+from tl_coupling.plots.lenses import plot_lens_audit
 from tl_coupling.plots.maps import (
     color_scale,
     plot_alignment_matrices,
@@ -79,6 +80,7 @@ __all__ = [
     "plot_influence",
     "plot_inverse_singular_values",
     "plot_k_sweep",
+    "plot_lens_audit",
     "plot_linearisation",
     "plot_locality",
     "plot_patches",

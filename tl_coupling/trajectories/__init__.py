@@ -9,6 +9,7 @@ from tl_coupling.trajectories.gradients import (
     coupled_gradient,
     gradient_prediction,
 )
+from tl_coupling.trajectories.lens_audits import LensAudit, lens_audit
 from tl_coupling.trajectories.lenses import check_lens, product_lens
 from tl_coupling.trajectories.predictions import (
     Linearisation,
@@ -42,6 +43,7 @@ from tl_coupling.trajectories.shapes import (
 
 __all__ = [
     "GradientPrediction",
+    "LensAudit",
     "Linearisation",
     "Perturbation",
     "ResidualAlignment",
@@ -53,6 +55,7 @@ __all__ = [
     "equidistance",
     "expodistance",
     "gradient_prediction",
+    "lens_audit",
     "line_shape_score",
     "line_shape_score_by_depth",
     "linearisation",

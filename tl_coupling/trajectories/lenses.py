@@ -28,13 +28,20 @@ Tokens = Literal["same", "later"]
 # TransformerLens's default.
 SKIPPED = 16
 # What the metadata take from the provenance of a trace, where it says so.
-_TRACE_FACTS = ("weights_digest", "checkpoint", "untrained", "hooks", "spliced")
-_SEVERAL_TRACES = "an iterable of traced prompts: `trace(model, prompt)` makes one"
+_TRACE_FACTS = (
+    "weights_digest",
+    "checkpoint",
+    "untrained",
+    "hooks",
+    "spliced",
+    "versions",
+)
+SEVERAL_TRACES = "an iterable of traced prompts: `trace(model, prompt)` makes one"
 
 
 @checked
 def product_lens(
-    traces: Annotated[Iterable[object], _SEVERAL_TRACES],
+    traces: Annotated[Iterable[object], SEVERAL_TRACES],
     position: int = -1,
     *,
     tokens: Tokens = "same",
@@ -109,7 +116,7 @@ def product_lens(
     first: Trace | None = None
     n_prompts = 0
     for item in with_progress(traces, progress, "prompts"):
-        trace = _fitting(item, first)
+        trace = checked_trace(item, first)
         if first is None:
             check_takes_lens(trace.model, trace.d_model)
             first = trace
@@ -146,6 +153,23 @@ class LensEstimate(NamedTuple):
     tokens: Tokens
     position: int
     skip_first_positions: int
+
+    @classmethod
+    def of_lens(cls, lens: JacobianLens) -> "LensEstimate":
+        """Return what a lens says that it is the mean of; by default what `fit` makes.
+
+        Raises:
+            ValueError: it is of an estimator that is not known here.
+        """
+        estimator = lens.metadata.get("estimator", LATER_ESTIMATOR)
+        if estimator == ESTIMATOR:
+            return cls("same", lens.metadata["position"], SKIPPED)
+        if estimator != LATER_ESTIMATOR:
+            raise ValueError(
+                f"`lens` must be of the estimators {ESTIMATOR!r} or "
+                f"{LATER_ESTIMATOR!r}, got {estimator!r}"
+            )
+        return cls("later", -1, lens.metadata.get("skip_first_positions", SKIPPED))
 
     def has_tokens(self, trace: Trace) -> bool:
         """Say whether a prompt is long enough."""
@@ -201,7 +225,7 @@ def check_lens(lens: JacobianLens, trace: Trace) -> None:
         )
 
 
-def _fitting(item: object, first: Trace | None) -> Trace:
+def checked_trace(item: object, first: Trace | None) -> Trace:
     """Return the trace; raise unless it is one of the first one's model."""
     if not isinstance(item, Trace):
         raise TypeError(

@@ -1,0 +1,187 @@
+"""An audit of lenses: every planted fault is found, and a right lens passes."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+import tl_coupling as tlc
+from tl_coupling.trajectories import lens_audit, product_lens
+
+N_LAYERS = 3
+# Twenty prompts of one kind: eight words, drawn alike.
+WORDS = np.random.default_rng(0).integers(3, 95, (20, 8))
+PROMPTS = [" ".join(f"w{word}" for word in row) for row in WORDS]
+FITTED, HELD_OUT = PROMPTS[:14], PROMPTS[14:]
+SKIPPED = 1
+# Prompts of random models lie far apart.
+ACCURACY = 0.5
+
+
+def bridge(folder, seed=1, **config):
+    original = tiny.huggingface_model(
+        "llama", seed=seed, num_hidden_layers=N_LAYERS, **config
+    )
+    return tiny.bridge(original, folder)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer_folder):
+    return bridge(tokenizer_folder)
+
+
+def traces_of(model, prompts):
+    return [tlc.trace(model, model.to_tokens(prompt)) for prompt in prompts]
+
+
+def later_lens(model, prompts):
+    return product_lens(
+        traces_of(model, prompts), tokens="later", skip_first_positions=SKIPPED
+    )
+
+
+@pytest.fixture(scope="module")
+def lens(model):
+    return later_lens(model, FITTED)
+
+
+@pytest.fixture(scope="module")
+def held_out(model):
+    return traces_of(model, HELD_OUT)
+
+
+def their_lens(model, prompts):
+    """TransformerLens's own, which has no digest and does not say its rope."""
+    from transformer_lens.tools.analysis import JacobianLens
+
+    return JacobianLens.fit(
+        model, prompts, corpus="c", skip_first_positions=SKIPPED, show_progress=False
+    )
+
+
+def test_numbers_are_those_of_their_fits_of_single_prompts(model, lens, held_out):
+    singles = [their_lens(model, [prompt]).jacobians for prompt in HELD_OUT]
+    audit = lens_audit(lens, held_out)
+    n = len(singles)
+    for layer in range(N_LAYERS - 1):
+        P = np.stack([single[layer].double().numpy() for single in singles])
+        L = lens.jacobians[layer].double().numpy()
+        M = P.mean(0)
+        size = np.linalg.norm(M)
+        sigma = math.sqrt(sum(np.linalg.norm(p - M) ** 2 for p in P) / (n - 1))
+        relative = sigma / math.sqrt(size**2 - sigma**2 / n)
+        expected = {
+            "halves": np.linalg.norm(P[::2].mean(0) - P[1::2].mean(0)) / size,
+            "spread": relative,
+            "distance_from_mean": np.linalg.norm(L - M) / size,
+            "expected_distance": sigma * math.sqrt(1 / n + 1 / 14) / size,
+            "needed_prompts": max(1, math.ceil((relative / 0.1) ** 2)),
+        }
+        for name, value in expected.items():
+            assert float(getattr(audit, name)[layer]) == pytest.approx(value, rel=1e-3)
+        distances = [np.linalg.norm(L - p) / np.linalg.norm(p) for p in P]
+        np.testing.assert_allclose(audit.distance[:, layer], distances, rtol=1e-3)
+    table = audit.to_dataframe()
+    assert len(table) == n * (N_LAYERS - 1)
+    assert table.distance.tolist() == audit.distance.flatten().tolist()
+
+
+@pytest.mark.parametrize("start", [0, 5, 10])
+def test_a_right_lens_passes(model, start):
+    """Lenses and audits of prompts drawn alike, ours and theirs, again and again."""
+    rotated = PROMPTS[start:] + PROMPTS[:start]
+    audited = traces_of(model, rotated[14:])
+    for fitted in (later_lens(model, rotated[:14]), their_lens(model, rotated[:14])):
+        audit = lens_audit(fitted, audited, accuracy=ACCURACY)
+        assert audit.faults == ()
+        assert audit.verdict.startswith("Nothing speaks against the lens")
+        assert "a mean of 14 of their kind" in audit.verdict
+    same_token = product_lens(traces_of(model, rotated[:14]), position=-2)
+    assert lens_audit(same_token, audited, accuracy=ACCURACY).faults == ()
+
+
+def test_of_its_own_prompts_a_lens_is_their_mean(model, lens):
+    audit = lens_audit(lens, traces_of(model, FITTED), accuracy=ACCURACY)
+    assert audit.faults == ()
+    assert audit.unexplained < 1e-3
+    assert torch.allclose(
+        audit.prompt_weights, torch.tensor(1 / 14).double(), rtol=0.01
+    )
+    assert float(audit.distance_from_mean.max()) < 1e-3
+
+
+def test_other_weights_are_found(model, lens, held_out, tokenizer_folder):
+    other = bridge(tokenizer_folder, seed=2)
+    with_digest = lens_audit(later_lens(other, FITTED), held_out)
+    assert "its weights were others" in with_digest.verdict
+    # Without a digest, by the distance alone.
+    theirs = lens_audit(their_lens(other, FITTED), held_out, accuracy=ACCURACY)
+    assert theirs.facts_that_differ == ()
+    (fault,) = theirs.faults
+    assert "times as far from these prompts' Jacobians as is expected" in fault
+
+
+def test_another_rope_is_found(model, held_out, tokenizer_folder):
+    other = bridge(tokenizer_folder, rope_theta=10.0)
+    assert (
+        tlc.trace(other, "w3").provenance["weights_digest"]
+        == (held_out[0].provenance["weights_digest"])
+    )
+    audit = lens_audit(later_lens(other, FITTED), held_out)
+    assert "its rotary embedding was another" in audit.verdict
+    # Where the lens does not say, the distance does.
+    print("ROPE", (audit.distance_from_mean / audit.expected_distance))
+
+
+def test_too_few_prompts_are_found(model, held_out):
+    one = later_lens(model, FITTED[:1])
+    audit = lens_audit(one, held_out, accuracy=0.01)
+    (fault,) = audit.faults
+    assert fault.startswith("its 1 prompts are too few for")
+    needed = int(audit.needed_prompts.max())
+    assert f"needs up to {needed}" in fault
+    assert needed == math.ceil((float(audit.spread.max()) / 0.01) ** 2)
+    # It says that it is of many.
+    one.n_prompts = 1000
+    assert "fewer prompts than it says" in lens_audit(one, held_out).verdict
+
+
+def test_prompts_that_show_no_common_map_say_so(model):
+    """Two that are each other's opposites have a mean of zero, and noise alone."""
+    lens = later_lens(model, FITTED[:2])
+    audit = lens_audit(lens, traces_of(model, FITTED[:2]), accuracy=0.1)
+    changes = {"spread": torch.tensor([torch.inf, 0.09]).double()}
+    noise = dataclasses.replace(audit, **changes)
+    assert "needs more than 2 audited ones can tell" in noise.verdict
+    assert noise.needed_prompts.tolist() == [math.inf, 1]
+
+
+def test_half_the_prompts_are_found(model):
+    half = later_lens(model, FITTED[::2])
+    half.n_prompts = len(FITTED)
+    audit = lens_audit(half, traces_of(model, FITTED))
+    assert "it is made of 7 of these 14 prompts, and says 14" in audit.verdict
+    expected = torch.tensor([1 / 7, 0.0] * 7).double()
+    assert torch.allclose(audit.prompt_weights, expected, atol=0.01)
+
+
+def test_what_cannot_be_audited_is_refused(model, lens, held_out, tokenizer_folder):
+    with pytest.raises(ValueError, match="at least two traced prompts, got 1"):
+        lens_audit(lens, held_out[:1])
+    with pytest.raises(ValueError, match=r"`accuracy` must lie in \(0, 1\], got 0"):
+        lens_audit(lens, held_out, accuracy=0.0)
+    with pytest.raises(ValueError, match="longer than 2 tokens"):
+        lens_audit(lens, [tlc.trace(model, "w3 w4")] * 2)
+    with pytest.raises(TypeError, match="iterable of traces, got str"):
+        lens_audit(lens, HELD_OUT)
+    short = later_lens(model, FITTED[:2])
+    del short.jacobians[1]
+    with pytest.raises(ValueError, match="for each of the layers 0 to 1"):
+        lens_audit(short, held_out)
+    lens_of_another_kind = later_lens(model, FITTED[:2])
+    lens_of_another_kind.metadata["estimator"] = "tuned"
+    with pytest.raises(ValueError, match="got 'tuned'"):
+        lens_audit(lens_of_another_kind, held_out)
