@@ -1,5 +1,6 @@
 """The statistics, tables and figure of `block_costs.py`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ PREDICTORS = {
 # Two outcomes are primary, the cost of either change.
 LEVEL = 0.05 / len(CHANGES)
 N_SHIFTS = 9_999
-N_SIMULATED = 200
+N_SIMULATED = 2 if os.environ.get("SMALL") else 200
 N_SHIFTS_SIMULATED = 399
 # Partial correlations.
 PLANTED = (0.0, -0.2, -0.3, -0.4, -0.5, -0.6)
@@ -389,14 +390,11 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     """Costs against coupling: a row for each change; as they are, and the parts of both
     that the other predictors do not give; a marker for each model.
     """
-    figure = labels.new_figure(labels.PAGE_WIDTH, 6.2)
-    grid = figure.subplots(2, 2, sharey="row")
-    markers = tuple(labels.MARKERS.values())
-    colors = [labels.TRAINED, labels.VERMILION, labels.UNTRAINED, "black"]
+    figure = labels.new_figure(labels.PAGE_WIDTH, 5.6)
+    grid = figure.subplots(2, 2, sharey=True)
+    looks = list(labels.MARKERS.items())
     for row, change in zip(grid, CHANGES, strict=True):
-        for (name, table), marker, color in zip(
-            tables.items(), markers, colors, strict=False
-        ):
+        for (name, table), (color, marker) in zip(tables.items(), looks, strict=False):
             model = blocks_of(table, change)
             cost, coupling = own_parts(model, "coupling")
             look = {"marker": marker, "color": color, "s": 16, "alpha": 0.8}
@@ -414,5 +412,12 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     handles, names = grid[0, 0].get_legend_handles_labels()
     labels.plain_legend(
         figure, handles, names, loc="outside lower center", ncols=4, fontsize="small"
+    )
+    title = "What blocks cost, against their coupling with others"
+    labels.entitle(
+        figure,
+        f"{title}\nnormal scores of ranks within each model; left as they are, right "
+        "the parts that block influence,\n‖J‖, tr J / d, captured energy and depth do not "
+        "give",
     )
     return figure

@@ -2,7 +2,10 @@
 known.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -195,3 +198,23 @@ def test_the_picture_and_the_report_of_made_up_models(capsys, monkeypatch):
     for change in report.CHANGES:
         assert f"{change}: model 30 30, model 18 18, model 24 24" in said
     assert len(re.findall(r"^\+ coupling", said, flags=re.MULTILINE)) == 2
+
+
+@pytest.mark.long("trains a model and changes the blocks of two")
+def test_a_small_study_works(tmp_path):
+    """`SMALL=1`, of SmolLM2 and of a model that is trained for it."""
+    study = Path(block_costs.__file__)
+    command = [study, "--models", "smollm2-135m", "--small", "12", "--out", tmp_path]
+    options = {
+        "env": os.environ | {"SMALL": "1", "TQDM_DISABLE": "1"},
+        "capture_output": True,
+        "text": True,
+    }
+    ended = subprocess.run([sys.executable, *map(str, command)], **options)
+    assert ended.returncode == 0, ended.stderr
+    assert "dropped: small-12 12, smollm2-135m 30" in ended.stdout
+    table = pandas.read_csv(tmp_path / "smollm2-135m.csv")
+    assert table.groupby("change")["layer"].nunique().tolist() == [30, 29]
+    again = [sys.executable, str(study), "--table", "--out", str(tmp_path)]
+    printed = subprocess.run(again, **options)
+    assert printed.stdout == ended.stdout
