@@ -21,6 +21,8 @@ import tl_coupling as tlc
 from drawn_texts import unreadable
 
 SIZES = (30, 18, 24)
+# The models of the page's columns, in their order.
+NAMES = ("smollm2-135m", "gemma-3-270m-q4_k_m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
 OTHERS = ("influence", "size", "identity", "energy")
 
 
@@ -198,6 +200,60 @@ def test_the_picture_and_the_report_of_made_up_models(capsys, monkeypatch):
     for change in report.CHANGES:
         assert f"{change}: model 30 30, model 18 18, model 24 24" in said
     assert len(re.findall(r"^\+ coupling", said, flags=re.MULTILINE)) == 2
+
+
+def test_the_page_has_the_committed_numbers():
+    """What each predictor adds, from the committed costs; what the report printed."""
+    results = Path(block_costs.__file__).parent / "results" / "block_costs"
+    tables = report.read_tables(results)
+    printed = (results / "report.txt").read_text()
+    page = (Path(__file__).parents[2] / "docs/findings/redundancy.md").read_text()
+    section = " ".join(page.partition("## Coupling beside everything else")[2].split())
+    for change in report.CHANGES:
+        models = {
+            name: report.blocks_of(table, change) for name, table in tables.items()
+        }
+        effects = report.effects(models)
+        for label, row in effects.iterrows():
+            partial = " | ".join(f"{row[name]:+.2f}" for name in NAMES)
+            cells = f"{row['added R²']:+.3f} | {row['p']:.3f} | {partial}"
+            assert f"| {label} | {cells} |".replace("-", "−") in section
+        effect = report.effect_of(
+            [report.shifted(m, "coupling") for m in models.values()]
+        )
+        assert report.sentence_of(change, effect) in printed
+        left = [f"{share:.2f}"[1:] for share in effect.left]
+        assert f"{min(left)} to {max(left)} of its variance" in section
+        of_change = printed[printed.index(f"\n{change}: ") :]
+        shares = re.search(r"^share found.*$", of_change, flags=re.MULTILINE)[0]
+        found = dict(re.findall(r"([+-]\d\.\d) (\d\.\d\d)", shares))
+        row = " | ".join(found.values())
+        assert f"| {change} | {row} |" in section
+        r_squared = report.stages(models)["mean"]
+        cells = " | ".join(f"{value:.2f}" for value in r_squared)
+        assert f"| {change} | {cells} |".replace("-", "−") in section
+
+
+def test_partial_correlations_are_those_of_residuals():
+    """The committed partial correlations of coupling, by residuals of numpy's."""
+    results = Path(block_costs.__file__).parent / "results" / "block_costs"
+    for name, table in report.read_tables(results).items():
+        of_drops = table[table["change"] == "dropped"].drop(columns=["change", "text"])
+        means = of_drops.groupby("layer").mean()
+        ranks = means.rank()
+        scores = pandas.DataFrame(
+            stats.norm.ppf((ranks - 0.5) / len(ranks)), columns=means.columns
+        )
+        depth = np.arange(len(means))
+        x = np.column_stack(
+            [np.ones(len(means)), depth, depth**2, scores[list(OTHERS)]]
+        )
+        both = scores[["cost", "coupling"]].to_numpy()
+        left = both - x @ np.linalg.lstsq(x, both)[0]
+        expected = np.corrcoef(left.T)[0, 1]
+        shifted = report.shifted(report.blocks_of(table, "dropped"), "coupling")
+        found = shifted.product[0] / (shifted.square[0] * shifted.rest) ** 0.5
+        assert found == pytest.approx(expected, abs=1e-6), name
 
 
 @pytest.mark.long("trains a model and changes the blocks of two")
