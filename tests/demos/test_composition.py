@@ -138,32 +138,40 @@ def test_the_page_has_the_committed_numbers():
         "large directions",
         "in the metric in which the stream is isotropic": "whitened",
         "the same, with ten times the shrinkage": "whitened, shrinkage 0.1",
+        "the same, of all tokens but the first, each at length 1": "whitened, tokens "
+        "alike",
         "in the metric of the second moment itself": "in the second moment",
         "turned at random, with their multiples of the identity put back": "identity "
         "alone",
         "turned at random": "turned",
     }
+    read = composition.read_tables(folder)
     tables = [
-        pandas.read_csv(folder / f"{name}.csv")
-        for name in ("smollm2-135m", "gemma-3-270m-q4_k_m")
+        read[name]
+        for name in ("smollm2-135m", "gemma-3-270m-q4_k_m", "all-MiniLM-L6-v2")
     ]
 
     def said(values: pandas.Series) -> str:
         low, high = stats.ttest_1samp(values, 0).confidence_interval()
         text = f"{values.mean():.3f} [{low:.3f}, {high:.3f}]"
-        return text.replace("-0.000", "0.000")
+        return text.replace("-0.000", "0.000").replace("-", "−")
 
     for name, change in rows.items():
         cells = []
         for table in tables:
             is_meant = (table["model"] == "trained") & (table["change"] == change)
             cells.append(said(table[is_meant]["coupling"]))
-        assert f"| {name} | {cells[0]} | {cells[1]} |" in section
-    for table, whitened, turned in (
-        (tables[0], ".013", ".008 (.001 to .021)"),
-        (tables[1], ".006", ".055, from .036 to .078"),
+        assert f"| {name} | {' | '.join(cells)} |" in section
+    text = " ".join(section.split())
+    for table, change, whitened, turned in (
+        (tables[0], "whitened", ".013", ".008 (.001 to .021)"),
+        (tables[1], "whitened", ".006", ".055, from .036 to .078"),
+        (tables[2], "whitened", ".076", ".076 (.049 to .107)"),
+        (tables[0], "whitened, tokens alike", ".017", ".009 (.005 to .013)"),
+        (tables[1], "whitened, tokens alike", ".006", ".040 (.010 to .063)"),
+        (tables[2], "whitened, tokens alike", ".085", ".074 (.044 to .095)"),
     ):
-        drawn = table[table["change"] == composition.AT_RANDOM]
+        drawn = table[table["change"] == composition.ROTATIONS_OF[change]]
         means = drawn.groupby("draw")["coupling"].mean()
         assert len(means) == 20
         numbers = re.findall(r"\.\d+", turned)
@@ -171,13 +179,29 @@ def test_the_page_has_the_committed_numbers():
         assert [f"{x:.3f}"[1:] for x in found] == numbers
         same = (
             (table["model"] == "trained")
-            & (table["change"] == "whitened")
+            & (table["change"] == change)
             & table["text"].isin(drawn["text"])
         )
         assert f"{table[same]['coupling'].mean():.3f}"[1:] == whitened
-        assert turned in section
-        twins = table[(table["model"] == "untrained")].groupby("change")["coupling"]
-        shown = twins.mean().drop(
-            ["planted", "planted, whitened", "u·v of the top ten pairs"]
-        )
+        assert whitened in text
+        assert turned in text
+    untrained = [table[table["model"] == "untrained"] for table in tables]
+    for table in untrained[:2]:
+        means = table.groupby("change")["coupling"].mean()
+        shown = means[list(rows.values())]
         assert shown.abs().max() < 0.002
+    for change in ("whitened", "whitened, tokens alike"):
+        of_twin = untrained[2][untrained[2]["change"] == change]["coupling"]
+        assert said(of_twin).replace("0.", ".") in text
+    normalising = tables[2][tables[2]["change"] == "block(X) − X"]
+    for _, values in normalising.groupby("model")["coupling"]:
+        assert f"{values.mean():.3f}"[1:] in text
+    firsts = [t[t["change"] == "share of the first tokens"] for t in tables]
+    shares = [t[t["model"] == "trained"]["coupling"].mean() for t in firsts]
+    said_of_shares = [f"{share:.3f}"[1:] for share in shares]
+    assert (
+        "{} of it in SmolLM2, {} in Gemma and {} in MiniLM".format(*said_of_shares)
+        in text
+    )
+    assert composition.share_of_identity(tables[2]).endswith("0.2927 [0.2784, 0.3071]")
+    assert "In MiniLM it is 29 % [28, 31], and the multiples make .104" in text
