@@ -18,6 +18,7 @@ import pandas
 import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
 import tl_coupling as tlc
 from tl_coupling.plots import labels
@@ -137,6 +138,47 @@ def ablation() -> Figure:
     return figure
 
 
+def rotation() -> Figure:
+    """What rotated blocks cost by angle: together, apart, and the control."""
+    sides = {
+        "write": "what blocks write: R f(h)",
+        "read": "what they read: f(R h)",
+        "both": "both: R f(Rᵀ h)",
+    }
+    rows = pandas.concat(
+        pandas.read_csv(RESULTS / "rotation" / f"{side}.csv") for side in sides
+    )
+    uniform = np.log(VOCABULARY) - rows.drop_duplicates("text")["loss"].mean()
+    n_texts = rows["text"].nunique()
+    figure = labels.new_figure(labels.PAGE_WIDTH, 3.4)
+    kinds = {
+        "together": ("one rotation, coupling kept", labels.VERMILION),
+        "apart": ("one each, coupling destroyed", labels.BLUE),
+        "shrunk": ("shrunk by cos θ", "0.5"),
+    }
+    axes = figure.subplots(1, 3, sharey=True)
+    for ax, (side, title) in zip(axes, sides.items(), strict=True):
+        of_side = rows[rows["side"] == side]
+        for kind, (label, color) in kinds.items():
+            of_kind = of_side[of_side["kind"] == kind].groupby("angle")["loss_change"]
+            half = stats.t.ppf(0.975, n_texts - 1) * of_kind.sem()
+            means = of_kind.mean()
+            ax.plot(means.index, means, "o-", color=color, label=label, markersize=4)
+            ax.vlines(means.index, means - half, means + half, color=color)
+        ax.axhline(uniform, label="a uniform prediction", **labels.NULL_LINE)
+        ax.set_title(title, fontsize="medium")
+        ax.set_xticks(sorted(of_side["angle"].unique()))
+        ax.set(xlabel="angle θ (degrees)")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylabel="change in loss, nats per token")
+    axes[0].legend(frameon=False, fontsize="small", loc="upper left")
+    title = (
+        "One rotation for all blocks costs less than one each, but not for writes alone"
+    )
+    labels.entitle(figure, f"{title}\nSmolLM2-135M, {n_texts} texts, 95 % t intervals")
+    return figure
+
+
 def paths() -> Figure:
     """Shapes of trajectories, and what of the stream blocks' eigenvectors hold."""
     shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
@@ -228,6 +270,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/heads.png": heads,
     "pictures/products.png": products,
     "pictures/ablation.png": ablation,
+    "pictures/rotation.png": rotation,
     "pictures/paths.png": paths,
     "pictures/sizes.png": sizes,
     "pictures/redundancy.png": redundancy,
