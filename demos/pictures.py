@@ -171,7 +171,16 @@ def rotation() -> Figure:
         ax.set(xlabel="angle θ (degrees)")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set(ylabel="change in loss, nats per token")
-    axes[0].legend(frameon=False, fontsize="small", loc="upper left")
+    # A legend inside the axes would lie on the lines.
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        names,
+        frameon=False,
+        fontsize="small",
+        ncols=4,
+        loc="outside lower center",
+    )
     title = (
         "One rotation for all blocks costs less than one each, but not for writes alone"
     )
