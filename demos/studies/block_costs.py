@@ -129,7 +129,7 @@ def small_decoder(n_layers: int, folder: Path) -> tuple[str, list[str]]:
     )
     corpus = small.build_corpus(small.read_documents(), config.vocabulary)
     bar = partial(tqdm, desc="training", total=config.steps)
-    run = small.train(config, corpus, folder, bar, checkpoints=())
+    run = small.train(config, corpus, folder, bar, checkpoints=(config.steps,))
     held_out = small.passages(corpus.held_out, corpus.tokenizer, N_TEXTS, N_CTX)
     return str(run / f"step{config.steps}"), held_out
 

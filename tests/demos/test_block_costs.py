@@ -63,6 +63,7 @@ def effect_of(models: list[report.Blocks], name: str = "coupling") -> report.Eff
     return report.effect_of([report.shifted(m, name) for m in models], n_shifts=199)
 
 
+@pytest.mark.long("200 synthetic studies")
 def test_nothing_is_found_more_often_than_it_should_where_coupling_says_nothing():
     p = np.array([effect_of(made_up_models(seed, 0.0)).p for seed in range(200)])
     # 5 % of 200, two standard errors.
@@ -72,7 +73,7 @@ def test_nothing_is_found_more_often_than_it_should_where_coupling_says_nothing(
 
 def test_a_planted_effect_is_found_with_its_sign():
     for effect, word in ((-1.2, "less"), (1.2, "more")):
-        found = [effect_of(made_up_models(seed, effect)) for seed in range(40)]
+        found = [effect_of(made_up_models(seed, effect)) for seed in range(12)]
         said = [report.sentence_of("dropped", one) for one in found]
         assert np.mean([f"cost {word} than" in sentence for sentence in said]) > 0.85
         wrong = "more" if word == "less" else "less"
