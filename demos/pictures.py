@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parent / "studies"))
 import block_costs_report
 import capacity_report
 import gap_report
+import lens_products as lens_study
 import treatment as treatment_study
 import treatment_report
 from finding_cards import CARDS
@@ -272,12 +273,28 @@ def treatment() -> Figure:
     return treatment_report.draw(curves, models, k=8)
 
 
+def lens_products() -> Figure:
+    """Products of means beside means of products, and blocks that vary together."""
+    names = {
+        "SmolLM2-135M": "smollm2-135m",
+        "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b-instruct-q4_k_m",
+    }
+    tables = {
+        name: pandas.read_csv(lens_study.RESULTS / f"{stem}.csv")
+        for name, stem in names.items()
+    }
+    figure = lens_study.draw(tables)
+    labels.entitle(figure, "A lens is not the product of mean blocks")
+    return figure
+
+
 # README's picture lies beside the pages, those of findings in a folder.
 PICTURES: dict[str, Callable[[], Figure]] = {
     "coupling.png": coupling,
     "pictures/carriers.png": carriers,
     "pictures/heads.png": heads,
     "pictures/products.png": products,
+    "pictures/lens-products.png": lens_products,
     "pictures/ablation.png": ablation,
     "pictures/rotation.png": rotation,
     "pictures/paths.png": paths,

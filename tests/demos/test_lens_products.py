@@ -101,3 +101,20 @@ def test_it_runs_small_and_its_report_is_of_its_table(tmp_path):
     rho = stats.spearmanr(own, coupling).statistic
     assert f"ρ {rho:+.2f}" in ran.stdout
     assert f"covariation of neighbours, mean: own {own.mean():.3f}" in ran.stdout
+
+
+def test_the_page_has_the_committed_numbers():
+    docs = Path(__file__).parents[2] / "docs"
+    page = " ".join((docs / "findings/amplification.md").read_text().split())
+    section = page.partition("## Does coupling explain the lens?")[2]
+    for path in study.RESULTS.glob("*.csv"):
+        table = pandas.read_csv(path)
+        means = table.groupby(["measure", "control", "layer"])["value"].mean()
+        spans = means["defect"].unstack("control").iloc[0]
+        pairs = means["covariation"].unstack("control")
+        for value in [*spans, *pairs.mean()]:
+            assert f"{value:.3f}"[1:] in section
+        coupling = means["coupling"]["own"]
+        rho = stats.spearmanr(pairs["own"], coupling).statistic
+        assert f"{rho:+.2f}".replace("0.", ".") in section
+    assert len(list(study.RESULTS.glob("*.csv"))) == 2

@@ -66,6 +66,13 @@ class LensAudit(Saved):
         accuracy: the relative error that is wanted of the lens.
         layers: of the matrices.
         provenance: how it was made; JSON-able.
+
+    Example:
+        >>> lens = tlc.trajectories.product_lens([trace])
+        >>> traces = [trace, tlc.trace(model, "w5 w6 w7 w8")]
+        >>> audit = tlc.trajectories.lens_audit(lens, traces, accuracy=1.0)
+        >>> audit.halves.shape, audit.needed_prompts.shape
+        (torch.Size([1]), torch.Size([1]))
     """
 
     halves: Float[Tensor, " n_maps"]
