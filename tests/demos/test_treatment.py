@@ -275,6 +275,54 @@ def test_the_committed_page_says_what_the_code_does():
     assert f"{defaults['seeds']} seeds" in page
 
 
+def in_print(number: float) -> str:
+    """Return a number as pages write it."""
+    text = f"{number:.3f}".replace("-0.000", "0.000")
+    return text.replace("0.", ".", 1).replace("-", "−")
+
+
+def said(difference: pandas.Series, level: float = 0.95) -> str:
+    """Return a mean with its t interval, by scipy, as pages write them."""
+    test = stats.ttest_1samp(difference, 0)
+    low, high = test.confidence_interval(level)
+    return f"{in_print(difference.mean())} [{in_print(low)}, {in_print(high)}]"
+
+
+def test_the_page_has_the_numbers_of_the_other_parts():
+    page = (DOCS / "findings" / "treatment.md").read_text()
+
+    def by_arm(part: str, outcome: str) -> pandas.DataFrame:
+        models = pandas.read_csv(RESULTS / f"models-{part}.csv")
+        assert models.groupby("arm")["seed"].nunique().eq(8).all()
+        return models.pivot(index="seed", columns="arm", values=outcome)
+
+    loss = "held-out loss in the band"
+    for part in ("enough", "rate", "dose"):
+        coupling = by_arm(part, "coupling in the band").mean()
+        of_part = by_arm(part, loss)
+        cells = [in_print(coupling[arm]) for arm in ("up", report.ALONE)]
+        cells += [
+            said(of_part[arm] - of_part[f"placebo {arm}"]) for arm in ("up", "down")
+        ]
+        assert f"| {' | '.join(cells)} |" in page
+    at_end = by_arm("enough", "held-out loss at the end")
+    for arm in ("up", "placebo up"):
+        assert said(at_end[arm] - at_end[report.ALONE]) in page
+    slow = f"{report.ALONE} × 0.8"
+    gap, held_out = by_arm("speed", "gap at the end"), by_arm("speed", loss)
+    assert said(gap[report.ALONE] - gap[slow]) in page
+    assert said(held_out[report.ALONE] - held_out[slow]) in page
+    coupling = by_arm("speed", "coupling in the band")
+    assert said(coupling[slow] - coupling[report.ALONE]) in page
+    for outcome in ("coupling in the band", loss):
+        of_part = by_arm("identity", outcome)
+        difference = of_part[treatment.LESS_IDENTITY] - of_part[report.ALONE]
+        assert f"({said(difference)})" in page
+    shares = by_arm("identity", "identity_share").mean()
+    assert f"from {in_print(shares[report.ALONE])} to" in page
+    assert f"to {in_print(shares[treatment.LESS_IDENTITY])}," in page
+
+
 def test_the_page_of_findings_has_the_committed_numbers():
     """Recomputed from the table of models by pandas and scipy alone."""
     models = pandas.read_csv(RESULTS / "models-little.csv")
@@ -288,17 +336,6 @@ def test_the_page_of_findings_has_the_committed_numbers():
     }
     loss = values["held-out loss in the band"]
     coupling = values["coupling in the band"]
-
-    def said(difference: pandas.Series, level: float = 0.95) -> str:
-        test = stats.ttest_1samp(difference, 0)
-        numbers = (difference.mean(), *test.confidence_interval(level))
-        mean, low, high = [
-            f"{x:.3f}".replace("-0.000", "0.000")
-            .replace("0.", ".", 1)
-            .replace("-", "−")
-            for x in numbers
-        ]
-        return f"{mean} [{low}, {high}]"
 
     for arm in ARMS:
         row = f"| {arm} | {coupling[arm].mean():.3f} | {loss[arm].mean():.3f} |"
