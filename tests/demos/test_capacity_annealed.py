@@ -4,10 +4,12 @@ compared at one loss.
 
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
+from scipy import stats
 
 import capacity_annealed as annealed
 from matched_losses import END
@@ -116,3 +118,33 @@ def test_it_trains_and_prints_what_it_wrote(constant, small_text, tmp_path):
     with redirect_stdout(StringIO()) as again:
         assert annealed.main(["--table", str(tmp_path)]) == 0
     assert again.getvalue() in said.getvalue()
+
+
+def test_the_page_has_the_committed_numbers():
+    """Interpolated and compared by numpy and scipy alone."""
+    folder = Path(annealed.__file__).parent / "results" / "capacity"
+    page = (Path(__file__).parents[2] / "docs/findings/generalization.md").read_text()
+    constant, ends = (
+        pandas.read_csv(folder / f"{name}.csv").query(
+            "measure == 'coupling' and size == 'K = 8'"
+        )
+        for name in ("measured", "annealed")
+    )
+    at_mark = constant[constant["mark"] == "bigram"].set_index("seed")
+    loss = at_mark["loss_held_out"].mean()
+    for rate, of_rate in ends.groupby("learning_rate"):
+        differences, cooled = [], []
+        for seed, of_seed in of_rate.groupby("seed"):
+            of_seed = of_seed.sort_values("loss_held_out")
+            losses = of_seed["loss_held_out"].to_numpy()
+            assert losses[0] < loss < losses[-1]
+            value = np.interp(loss, losses, of_seed["above_chance"])
+            cooled.append(value)
+            differences.append(value - at_mark.loc[seed, "above_chance"])
+        full = np.mean(cooled) - np.mean(differences)
+        low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        row = (
+            f"| {rate:g} | {full:.3f} | {np.mean(cooled):.3f} | "
+            f"{np.mean(differences):.3f} [{low:.3f}, {high:.3f}] |"
+        )
+        assert row.replace("-", "−") in page
