@@ -28,6 +28,7 @@ from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 sys.path.append(str(Path(__file__).parent / "studies"))
 import block_costs_report
 import capacity_report
+import composition as composition_study
 import gap_report
 import lens_products as lens_study
 import treatment as treatment_study
@@ -253,6 +254,13 @@ def block_costs() -> Figure:
     )
 
 
+def composition() -> Figure:
+    """What is left of coupling without multiples of the identity, in four models."""
+    return composition_study.draw(
+        composition_study.read_tables(RESULTS / "composition")
+    )
+
+
 def capacity() -> Figure:
     """Coupling against the learning rate where held-out losses are equal."""
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
@@ -301,6 +309,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/sizes.png": sizes,
     "pictures/redundancy.png": redundancy,
     "pictures/block_costs.png": block_costs,
+    "pictures/composition.png": composition,
     "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
     "pictures/treatment.png": treatment,

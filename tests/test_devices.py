@@ -43,6 +43,9 @@ ON_THE_CPU = {
     "torch.tensor(token_ids)": "indices of a table",
     "torch.zeros(1)": "of a table",
     "torch.randn(n, d, generator=generator)": "drawn on the CPU, and moved",
+    (
+        "torch.randn(J.shape[1], N_PROBES, generator=generator, dtype=J.dtype)"
+    ): "drawn on the CPU, and moved",
     "torch.randn(span.shape[1], rank, generator=generator)": "drawn, and moved",
     "torch.zeros(2, 2, d, d, dtype=torch.float64)": "a sum over prompts",
     "torch.zeros(2, len(indices), d, d)": "a sum over prompts",

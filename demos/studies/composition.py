@@ -48,6 +48,8 @@ from types import SimpleNamespace
 import pandas
 import torch
 from jaxtyping import Float
+from matplotlib.figure import Figure
+from scipy import stats
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -55,7 +57,23 @@ import tl_coupling as tlc
 from paths import distinct_texts, interval
 from shared_directions import keep
 from tl_coupling.measures import in_metric, mean_random_coupling, random_rotations
+from tl_coupling.plots import labels
 
+# What is drawn, and what it is called there.
+DRAWN = {
+    "raw": "raw",
+    "without identity": "without identity",
+    "without large directions": "and large directions",
+    "identity alone": "identity alone",
+    "whitened": "whitened",
+    "turned": "turned",
+}
+MODELS = {
+    "all-MiniLM-L6-v2": "MiniLM",
+    "gemma-3-270m-q4_k_m": "Gemma-3-270M",
+    "qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen2.5-Coder",
+    "smollm2-135m": "SmolLM2-135M",
+}
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_TEXTS = 2 if IS_SMALL else 20
 N_TEXTS_OF_ROTATIONS = 1 if IS_SMALL else 5
@@ -280,6 +298,59 @@ def beside_random_metrics(table: pandas.DataFrame, change: str = WHITENED) -> st
         f"({of_draws.min():.4f} to {of_draws.max():.4f}); p that whitening is no lower: "
         f"{p:.3f}"
     )
+
+
+def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
+    """Draw coupling of each model after each change, trained and untrained, with what
+    whitening does in metrics turned at random.
+    """
+    figure = labels.new_figure(labels.PAGE_WIDTH, 2.9)
+    panels = figure.subplots(1, len(tables), sharex=True, sharey=True, squeeze=False)[0]
+    # The first is at the top.
+    places = range(len(DRAWN), 0, -1)
+    for ax, (source, table) in zip(panels, tables.items(), strict=True):
+        for name, color in (
+            ("untrained", labels.UNTRAINED),
+            ("trained", labels.TRAINED),
+        ):
+            of_model = table[table["model"] == name]
+            means, errors = zip(
+                *(_mean_and_error(of_model, change) for change in DRAWN), strict=True
+            )
+            look = {"color": color, "markersize": 4, "label": name}
+            ax.errorbar(means, places, xerr=errors, fmt="o", **look)
+        at_random = table[table["change"] == AT_RANDOM].groupby("draw")["coupling"]
+        draws = at_random.mean()
+        place = places[list(DRAWN).index(WHITENED)] - 0.35
+        ax.plot(
+            [draws.min(), draws.max()],
+            [place, place],
+            color=labels.ORANGE,
+            linewidth=3,
+            label="metrics turned at random",
+        )
+        ax.axvline(0, **labels.NULL_LINE)
+        n_texts = table.loc[table["change"] == "raw", "text"].nunique()
+        ax.set_title(f"{MODELS.get(source, source)}\n{n_texts} texts", fontsize="small")
+        ax.set_yticks(list(places), DRAWN.values())
+        ax.spines[["top", "right"]].set_visible(False)
+    handles, names = panels[0].get_legend_handles_labels()
+    labels.plain_legend(
+        figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
+    )
+    labels.entitle(
+        figure,
+        "What is left of coupling without multiples of the identity, and in other metrics"
+        f"\ncoupling above chance, k = {K}: means over texts with 95 % t intervals",
+    )
+    return figure
+
+
+def _mean_and_error(table: pandas.DataFrame, change: str) -> tuple[float, float]:
+    """Return the mean over texts, and half of its t interval."""
+    values = table.loc[table["change"] == change, "coupling"]
+    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+    return float(values.mean()), float(half)
 
 
 # Each model's parts, by how their files end.

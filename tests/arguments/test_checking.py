@@ -254,7 +254,7 @@ def test_every_parameter_refuses_what_is_of_no_kind_it_takes(
 
 def test_classes_of_every_room_say_how_they_are_made() -> None:
     # Fewer would mean that the test below looks at nothing.
-    assert len(kinds.MAKERS) == 30
+    assert len(kinds.MAKERS) == 32
     assert {tlc.Trace, tlc.Spectrum, tlc.Survey, nn.Module} <= kinds.MAKERS.keys()
 
 

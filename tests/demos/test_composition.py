@@ -213,3 +213,18 @@ def test_the_page_has_the_committed_numbers():
     assert "In MiniLM it is 29 % [28, 31], and the multiples make .104" in text
     assert composition.share_of_identity(qwen).endswith("0.6368 [0.5995, 0.6742]")
     assert "In Qwen2.5-Coder it is 64 % [60, 67], and the multiples make .197" in text
+
+
+def test_the_picture_shows_the_means_of_the_committed_tables():
+    """Trained models' points, from the top: by pandas alone."""
+    folder = Path(composition.__file__).parent / "results" / "composition"
+    figure = composition.draw(composition.read_tables(folder))
+    for ax, path in zip(
+        figure.axes,
+        sorted(p for p in folder.glob("*.csv") if "alike" not in p.stem),
+        strict=True,
+    ):
+        table = pandas.read_csv(path).query("model == 'trained'")
+        means = table.groupby("change")["coupling"].mean()
+        points = ax.containers[1].lines[0].get_xdata()
+        assert points == pytest.approx([means[change] for change in composition.DRAWN])

@@ -291,7 +291,10 @@ def test_pages_figures_and_tables_have_one_name_for_each_control() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["ablation", "paths", "sizes", "redundancy", "block_costs", "capacity", "gap"],
+    [
+        *("ablation", "paths", "sizes", "redundancy", "block_costs", "capacity", "gap"),
+        "composition",
+    ],
 )
 def test_pictures_of_committed_results_can_be_read(name: str) -> None:
     figure = pictures.PICTURES[f"pictures/{name}.png"]()

@@ -55,7 +55,8 @@ def plot_lens_audit(result: LensAudit, *, fig: Figure | None = None) -> Figure:
     needed.set_ylabel("prompts")
     for ax in (distances, needed):
         ax.set_xlabel("layer")
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        # Of a model of two blocks the lens has one layer.
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         labels.plain_legend(ax, *ax.get_legend_handles_labels(), **labels.ABOVE)
     finding = "nothing speaks against it"
     if result.faults:
