@@ -75,7 +75,9 @@ def test_effects_on_later_tokens_are_their_fit(architecture, skip, tokenizer_fol
     traces = [tlc.trace(model, model.to_tokens(prompt)) for prompt in PROMPTS]
     ours = product_lens(traces, tokens="later", skip_first_positions=skip)
     assert ours.source_layers == theirs.source_layers == [0, 1]
-    assert ours.estimator == theirs.estimator
+    # TransformerLens 3.9 does not say how a lens was made.
+    if hasattr(theirs, "estimator"):
+        assert ours.estimator == theirs.estimator
     same_token = product_lens(traces, position=-2)
     for layer, matrix in theirs.jacobians.items():
         assert (ours.jacobians[layer] - matrix).abs().max() <= 1e-5
