@@ -39,8 +39,7 @@ WAY = "block Krylov of products"
 # Random vectors that ‖J‖ is estimated from: half a per cent of it where what the
 # triplets leave is spread over some hundred directions.
 N_PROBES = 64
-# Columns up to which a second backward pass takes less than forward mode: measured on
-# a block of Qwen2.5-0.5B, 10 ms beside 25 ms for 3, 27 and 25 ms for 17.
+# Columns up to which a second backward pass takes less than forward mode, on two cores.
 _NARROW = 12
 
 
@@ -210,20 +209,20 @@ def _later_products(
     or read from disk.
     """
 
-    def multiply(V: Tensor) -> Tensor:
-        block.refer_to([t2])
-        with block.evaluation():
-            return _products(differentiated(block, t1, t2), chunk_size).multiply(V)
-
-    def multiply_transposed(U: Tensor) -> Tensor:
+    def product(V: Tensor, *, is_transposed: bool) -> Tensor:
         block.refer_to([t2])
         with block.evaluation():
             J = _products(differentiated(block, t1, t2), chunk_size)
-            return J.multiply_transposed(U)
+            return (J.mT if is_transposed else J) @ V
 
     d_model = block.X.shape[1]
-    shape = (d_model, d_model)
-    return Products(multiply, multiply_transposed, shape, block.X.dtype, block.X.device)
+    return Products(
+        partial(product, is_transposed=False),
+        partial(product, is_transposed=True),
+        (d_model, d_model),
+        block.X.dtype,
+        block.X.device,
+    )
 
 
 def _triplets(J: Products, k: int) -> Spectrum | None:
