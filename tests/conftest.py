@@ -118,16 +118,25 @@ def as_a_user(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
+@pytest.fixture(autouse=True)
+def figures_closed():
+    """Close the figures of a test when it ends.
+
+    Pyplot keeps them otherwise, and warns of the 21st: which test that is depends on
+    the order.
+    """
+    yield
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
+
+
 @pytest.fixture
 def pyplot_untouched():
-    """Fail where a picture changes a setting of pyplot; close the figures when the test
-    ends.
-    """
+    """Fail where a picture changes a setting of pyplot."""
     import matplotlib.pyplot as plt
 
     settings = dict(plt.rcParams)
     yield
-    plt.close("all")
     assert dict(plt.rcParams) == settings
 
 

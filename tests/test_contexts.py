@@ -100,9 +100,8 @@ def calls_of(
     _example_names: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     as_a_user: None,
-) -> Iterator[Callable[[str], list[Call]]]:
+) -> Callable[[str], list[Call]]:
     """Provide the calls of a function in its example."""
-    import matplotlib.pyplot as plt
 
     monkeypatch.chdir(_example_folder)
 
@@ -115,8 +114,7 @@ def calls_of(
         assert calls, f"the example of {name} does not call it"
         return calls
 
-    yield run
-    plt.close("all")
+    return run
 
 
 def tensors_of(value: Any) -> list[Any]:

@@ -10,7 +10,6 @@ from itertools import permutations
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 import pytest
@@ -179,8 +178,6 @@ def test_every_command_runs_prints_and_draws_what_is_named(
             )
     assert Path("sizes.png").exists()
     check_pictures(folder)
-    # As a script leaves them.
-    plt.close("all")
 
 
 @pytest.mark.parametrize("command", commands(True), ids=lambda command: command[0])
