@@ -237,8 +237,14 @@ def test_tables_and_differences_are_means_over_draws_and_intervals_over_prompts(
     assert table.loc["apart", "draws_low"] == pytest.approx(
         changes[2:4].mean(1).min().item()
     )
+    assert result.draws("apart").tolist() == pytest.approx(
+        changes[2:4].mean(1).tolist()
+    )
+    assert result.of("shrunk", "kl") == pytest.approx(changes[4].abs().numpy())
     with pytest.raises(ValueError, match="no 'alone' here, only together, apart"):
         result.of("alone")
+    with pytest.raises(ValueError, match="no 'removed' here, only loss_change, kl"):
+        result.against("apart", "removed")
 
 
 def test_batches_and_single_passes_give_the_same(model, monkeypatch):

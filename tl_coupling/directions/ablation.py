@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from tl_coupling.arguments import (
 )
 from tl_coupling.blocks import trace
 from tl_coupling.directions.effects import (
-    effects_of_kind,
+    Effects,
     kl,
     log_probabilities,
     losses,
@@ -37,21 +36,15 @@ from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
-from tl_coupling.results import Saved
-from tl_coupling.statistics import Difference, paired_difference
 
 if TYPE_CHECKING:
     import pandas
-
-Control = Literal["random", "norm_matched", "principal", "span", "unshared", "low_gain"]
-Kind = Literal["shared", Control]
-Effect = Literal["loss_change", "kl", "removed"]
 
 
 @made_by("directions.ablate(model, prompts, subspace)")
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
-class Ablation(Saved):
+class Ablation(Effects):
     """What a model loses without a subspace, beside controls of the same rank.
 
     Attributes:
@@ -99,40 +92,15 @@ class Ablation(Saved):
     side: Side
     rank: int
     provenance: dict[str, Any]
+    FIRST: ClassVar = "shared"
+    EFFECTS: ClassVar = ("loss_change", "kl", "removed")
     DIMS: ClassVar = {
         "loss": "prompt",
-        **dict.fromkeys(("loss_change", "kl", "removed"), "condition prompt"),
+        **dict.fromkeys(EFFECTS, "condition prompt"),
         "kinds": "condition",
         "layers": "layer",
         "prompts": "prompt",
     }
-
-    @checked
-    def of(
-        self, kind: Kind = "shared", effect: Effect = "loss_change"
-    ) -> Float[np.ndarray, " n_prompts"]:
-        """Return an effect on each prompt; for a control, its mean over draws.
-
-        Raises:
-            ValueError: a control that could not be drawn.
-        """
-        return self._draws_of(kind, effect).mean(0)
-
-    @checked
-    def against(self, control: Control, effect: Effect = "loss_change") -> Difference:
-        """Return the effect of the subspace minus that of a control.
-
-        The interval is over prompts: a paired t interval of each prompt's effect minus
-        its mean over draws.
-        """
-        return paired_difference(self.of(control, effect), self.of("shared", effect))
-
-    @checked
-    def draws(
-        self, kind: Kind, effect: Effect = "loss_change"
-    ) -> Float[np.ndarray, " n_draws"]:
-        """Return the mean effect over prompts of each draw of a kind."""
-        return self._draws_of(kind, effect).mean(1)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return one row for each kind: means, and intervals over prompts.
@@ -145,38 +113,10 @@ class Ablation(Saved):
             >>> result.to_dataframe().kind.tolist()[:3]
             ['shared', 'random', 'norm_matched']
         """
-        import pandas
-
-        rows: list[dict[str, object]] = []
-        shared = self.of("shared")
-        for kind in dict.fromkeys(self.kinds):
-            draw_effects = self._draws_of(kind, "loss_change")
-            kind_effects = draw_effects.mean(0)
-            # Beside zeros the paired interval is the t interval of the effect itself.
-            interval = paired_difference(np.zeros_like(kind_effects), kind_effects)
-            less = paired_difference(kind_effects, shared)
-            rows.append(
-                {
-                    "kind": kind,
-                    "removed": self._draws_of(kind, "removed").mean(),
-                    "loss_change": float(interval.estimate),
-                    "low": float(interval.low),
-                    "high": float(interval.high),
-                    "draws_low": draw_effects.mean(1).min(),
-                    "draws_high": draw_effects.mean(1).max(),
-                    "shared_less_this": float(less.estimate),
-                    "shared_less_this_low": float(less.low),
-                    "shared_less_this_high": float(less.high),
-                    "kl": self._draws_of(kind, "kl").mean(),
-                    "n_prompts": len(self.prompts),
-                }
-            )
-        return pandas.DataFrame(rows)
-
-    def _draws_of(
-        self, kind: str, effect: Effect
-    ) -> Float[np.ndarray, "n_draws n_prompts"]:
-        return effects_of_kind(getattr(self, effect), self.kinds, kind)
+        table = super().to_dataframe()
+        removed = [self._drawn(kind, "removed").mean() for kind in table["kind"]]
+        table.insert(1, "removed", removed)
+        return table
 
     def _summary(self) -> str:
         return (

@@ -1,23 +1,127 @@
 """What an intervention does to a model's predictions."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tl_coupling.arguments import checked
 from tl_coupling.blocks import own_arithmetic
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.interventions import Hook
 from tl_coupling.models import tokenize
 from tl_coupling.prompts import Prompt
+from tl_coupling.results import Saved
+from tl_coupling.statistics import Difference, paired_difference
+
+if TYPE_CHECKING:
+    import pandas
 
 # How much memory the logits of one pass may take.
 _BYTES_OF_LOGITS = 200_000_000
 # Log-probabilities are in float64 unless a caller asks for less.
 _BYTES_OF_NUMBER = 8
+
+
+class Effects(Saved):
+    """Effects on prompts of conditions of several kinds; the others control the first.
+
+    A subclass has the tensors `EFFECTS`, over conditions first and prompts last.
+
+    Attributes:
+        EFFECTS: the one that tables and differences are of by default comes first.
+        FIRST: what the first kind is called in the columns of a table.
+        kinds: of each condition.
+        prompts: ids.
+    """
+
+    EFFECTS: ClassVar[tuple[str, ...]]
+    FIRST: ClassVar[str]
+    kinds: tuple[str, ...]
+    prompts: tuple[str, ...]
+
+    @checked
+    def of(
+        self, kind: str | None = None, effect: str | None = None
+    ) -> Float[np.ndarray, "n_prompts ..."]:
+        """Return an effect on each prompt, mean over draws; of the first kind by default.
+
+        Raises:
+            ValueError: a kind or an effect that is not here.
+        """
+        return self._drawn(kind, effect).mean(0).T
+
+    @checked
+    def against(self, control: str, effect: str | None = None) -> Difference:
+        """Return the effect of the first kind minus that of another.
+
+        The interval is over prompts: a paired t interval of each prompt's means over
+        draws.
+        """
+        return paired_difference(self.of(control, effect), self.of(None, effect))
+
+    @checked
+    def draws(
+        self, kind: str | None = None, effect: str | None = None
+    ) -> Float[np.ndarray, "n_draws ..."]:
+        """Return the mean effect over prompts of each draw of a kind."""
+        return self._drawn(kind, effect).mean(-1)
+
+    @checked
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return one row for each kind: means, and intervals over prompts.
+
+        `draws_low` and `draws_high` are the smallest and the largest mean of a draw.
+
+        Example:
+            >>> result = tlc.directions.rotate(model, ["w1 w2 w3"], [0], n_draws=2)
+            >>> result.to_dataframe().kind.tolist()
+            ['alone', 'shrunk']
+        """
+        import pandas
+
+        rows: list[dict[str, object]] = []
+        for kind in dict.fromkeys(self.kinds):
+            effect, less = self._intervals(kind)
+            rows.append(
+                {
+                    "kind": kind,
+                    self.EFFECTS[0]: float(effect.estimate),
+                    "low": float(effect.low),
+                    "high": float(effect.high),
+                    "draws_low": self.draws(kind).min(),
+                    "draws_high": self.draws(kind).max(),
+                    f"{self.FIRST}_less_this": float(less.estimate),
+                    f"{self.FIRST}_less_this_low": float(less.low),
+                    f"{self.FIRST}_less_this_high": float(less.high),
+                    "kl": self._drawn(kind, "kl").mean(),
+                    "n_prompts": len(self.prompts),
+                }
+            )
+        return pandas.DataFrame(rows)
+
+    def _intervals(self, kind: str) -> tuple[Difference, Difference]:
+        """Return the effect of a kind with its interval, and the first kind's less it."""
+        values = self.of(kind)
+        # Beside zeros the paired interval is the t interval of the effect itself.
+        return paired_difference(np.zeros_like(values), values), self.against(kind)
+
+    def _drawn(
+        self, kind: str | None, effect: str | None
+    ) -> Float[np.ndarray, "n_draws ... n_prompts"]:
+        """Return an effect of each draw of a kind on each prompt, in float64."""
+        kind = kind or self.kinds[0]
+        effect = effect or self.EFFECTS[0]
+        for name, names in ((kind, self.kinds), (effect, self.EFFECTS)):
+            if name not in names:
+                raise ValueError(
+                    f"there is no {name!r} here, only {', '.join(dict.fromkeys(names))}"
+                )
+        drawn: np.ndarray = getattr(self, effect).double().cpu().numpy()
+        return drawn[np.array(self.kinds) == kind]
 
 
 def tokens_by_id(
@@ -49,19 +153,6 @@ def tokens_by_id(
         different.add(prompt.id, tokens)
         tokens_of_prompts[prompt.id] = tokens
     return tokens_of_prompts
-
-
-def effects_of_kind(
-    effects: Float[Tensor, "n_kinds ..."], kinds: Sequence[str], kind: str
-) -> Float[np.ndarray, "n_of_kind ..."]:
-    """Return the rows of one kind in float64; ValueError where there are none."""
-    is_of_kind = np.array(kinds) == kind
-    if not is_of_kind.any():
-        raise ValueError(
-            f"there is no {kind!r} here, only {', '.join(dict.fromkeys(kinds))}"
-        )
-    rows: np.ndarray = effects.double().cpu().numpy()[is_of_kind]
-    return rows
 
 
 def rows_at_once(n_pos: int, d_vocab: int) -> int:

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import cos, radians, sin
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from tl_coupling.arguments import (
 )
 from tl_coupling.blocks import trace
 from tl_coupling.directions.effects import (
-    effects_of_kind,
+    Effects,
     kl,
     log_probabilities,
     losses,
@@ -38,14 +37,7 @@ from tl_coupling.jacobians import chosen_layers
 from tl_coupling.measures import random_rotations, seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
-from tl_coupling.results import Saved
-from tl_coupling.statistics import Difference, paired_difference
 
-if TYPE_CHECKING:
-    import pandas
-
-Kind = Literal["together", "apart", "alone", "shrunk"]
-Effect = Literal["loss_change", "kl"]
 # How much memory the rotations of one pass may take.
 _BYTES_OF_ROTATIONS = 200_000_000
 
@@ -53,7 +45,7 @@ _BYTES_OF_ROTATIONS = 200_000_000
 @made_by("directions.rotate(model, prompts)")
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
-class Rotation(Saved):
+class Rotation(Effects):
     """What a model loses where blocks read or write in rotated directions.
 
     Attributes:
@@ -90,71 +82,15 @@ class Rotation(Saved):
     side: RotatedSide
     angle: float
     provenance: dict[str, Any]
+    FIRST: ClassVar = "first"
+    EFFECTS: ClassVar = ("loss_change", "kl")
     DIMS: ClassVar = {
         "loss": "prompt",
-        **dict.fromkeys(("loss_change", "kl"), "condition prompt"),
+        **dict.fromkeys(EFFECTS, "condition prompt"),
         "kinds": "condition",
         "layers": "layer",
         "prompts": "prompt",
     }
-
-    @checked
-    def of(
-        self, kind: Kind | None = None, effect: Effect = "loss_change"
-    ) -> Float[np.ndarray, " n_prompts"]:
-        """Return an effect on each prompt, mean over draws; of the first kind by default.
-
-        Raises:
-            ValueError: a kind that is not there: a single layer has "alone", several
-                have "together" and "apart".
-        """
-        return effects_of_kind(
-            getattr(self, effect), self.kinds, kind or self.kinds[0]
-        ).mean(0)
-
-    @checked
-    def against(self, control: Kind, effect: Effect = "loss_change") -> Difference:
-        """Return the effect of the first kind minus that of another, such as "apart".
-
-        The interval is over prompts: a paired t interval of means over draws.
-        """
-        return paired_difference(self.of(control, effect), self.of(None, effect))
-
-    def to_dataframe(self) -> "pandas.DataFrame":
-        """Return one row for each kind: means, and intervals over prompts.
-
-        `draws_low` and `draws_high` are the smallest and the largest mean of a draw.
-
-        Example:
-            >>> result = tlc.directions.rotate(model, ["w1 w2 w3"], [0], n_draws=2)
-            >>> result.to_dataframe().kind.tolist()
-            ['alone', 'shrunk']
-        """
-        import pandas
-
-        rows: list[dict[str, object]] = []
-        for kind in dict.fromkeys(self.kinds):
-            drawn = effects_of_kind(self.loss_change, self.kinds, kind)
-            of_prompts = drawn.mean(0)
-            # Beside zeros the paired interval is the t interval of the effect itself.
-            interval = paired_difference(np.zeros_like(of_prompts), of_prompts)
-            less = paired_difference(of_prompts, self.of())
-            rows.append(
-                {
-                    "kind": kind,
-                    "loss_change": float(interval.estimate),
-                    "low": float(interval.low),
-                    "high": float(interval.high),
-                    "draws_low": drawn.mean(1).min(),
-                    "draws_high": drawn.mean(1).max(),
-                    "first_less_this": float(less.estimate),
-                    "first_less_this_low": float(less.low),
-                    "first_less_this_high": float(less.high),
-                    "kl": effects_of_kind(self.kl, self.kinds, kind).mean(),
-                    "n_prompts": len(self.prompts),
-                }
-            )
-        return pandas.DataFrame(rows)
 
     def _summary(self) -> str:
         return (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from tl_coupling.blocks import Trace, trace
 from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.downstream import carry, change_of_logits
 from tl_coupling.directions.effects import (
-    effects_of_kind,
+    Effects,
     kl,
     log_probabilities,
     rows_at_once,
@@ -32,22 +32,17 @@ from tl_coupling.jacobians import block_jacobians
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
-from tl_coupling.results import Saved
-from tl_coupling.statistics import Difference, paired_difference
 
 if TYPE_CHECKING:
     import pandas
 
-Control = Literal["random", "rotated", "low_gain", "activations"]
-Kind = Literal["direction", Control]
-Effect = Literal["kl", "predicted_kl", "surprise", "logit_difference"]
 SIGNS = (1, -1)
 
 
 @made_by("directions.steer(model, prompts, directions)")
 @checked
 @dataclass(frozen=True, eq=False, repr=False)
-class Steering(Saved):
+class Steering(Effects):
     r"""What steering along directions does to a model's next token, with controls.
 
     The stream at one token is moved by `± ε ‖h‖ v`, and the model's prediction at that
@@ -94,6 +89,8 @@ class Steering(Saved):
     scales: tuple[float, ...]
     prompts: tuple[str, ...]
     provenance: dict[str, Any]
+    FIRST: ClassVar = "direction"
+    EFFECTS: ClassVar = ("kl", "predicted_kl", "surprise", "logit_difference")
     DIMS: ClassVar = {
         **dict.fromkeys(
             ("kl", "surprise", "logit_difference"), "direction scale sign prompt"
@@ -105,26 +102,6 @@ class Steering(Saved):
         "scales": "scale",
         "prompts": "prompt",
     }
-
-    @checked
-    def of(
-        self, kind: Kind = "direction", effect: Effect = "kl"
-    ) -> Float[np.ndarray, "n_prompts n_scales"]:
-        """Return an effect's mean over the directions of a kind, and over both signs.
-
-        Raises:
-            ValueError: a control that could not be drawn.
-        """
-        return self._mean(kind, effect)
-
-    @checked
-    def against(self, control: Control, effect: Effect = "kl") -> Difference:
-        """Return the mean effect minus that of a control, at each scale.
-
-        The interval is over prompts: a paired t interval of each prompt's mean over
-        directions minus its mean over draws.
-        """
-        return paired_difference(self.of(control, effect), self.of("direction", effect))
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return one row for each kind and scale: means, and intervals over prompts.
@@ -140,11 +117,8 @@ class Steering(Saved):
 
         rows: list[dict[str, object]] = []
         for kind in dict.fromkeys(self.kinds):
-            kind_values = self._mean(kind, "kl")
-            # Beside zeros the paired interval is the t interval of the effect itself.
-            interval = paired_difference(np.zeros_like(kind_values), kind_values)
-            predicted = self._mean(kind, "predicted_kl").mean(0)
-            less = paired_difference(kind_values, self.of("direction"))
+            interval, less = self._intervals(kind)
+            predicted = self.of(kind, "predicted_kl").mean(0)
             for i, scale in enumerate(self.scales):
                 rows.append(
                     {
@@ -162,15 +136,13 @@ class Steering(Saved):
                 )
         return pandas.DataFrame(rows)
 
-    def _mean(
-        self, kind: str, effect: Effect
-    ) -> Float[np.ndarray, "n_prompts n_scales"]:
-        values = effects_of_kind(getattr(self, effect), self.kinds, kind)
+    def _drawn(
+        self, kind: str | None, effect: str | None
+    ) -> Float[np.ndarray, "n_draws n_scales n_prompts"]:
+        """Return an effect of each direction of a kind, mean over both signs."""
+        drawn = super()._drawn(kind, effect)
         # Even in ε, the prediction is the same for both signs, and has no axis of them.
-        if effect != "predicted_kl":
-            values = values.mean(2)
-        means: np.ndarray = values.mean(0).T
-        return means
+        return drawn if effect == "predicted_kl" else drawn.mean(2)
 
     def _summary(self) -> str:
         n = self.kinds.count("direction")
