@@ -26,6 +26,7 @@ from tl_coupling.models import (
     filled,
     has_packed_parts,
     holds_stored_weights,
+    is_packed,
     looked_up,
     looks_up,
 )
@@ -247,9 +248,11 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
     Not by `torch.func.functional_call`: a bridge reaches one module under two names,
     and would keep foreign weights.
     """
-    yield from filled(modules, dtype)
+    if any(facts_of(module).is_streamed for module in modules):
+        yield from filled(modules, dtype)
     for part in chain.from_iterable(module.modules() for module in modules):
-        yield from dequantising(part, dtype)
+        if is_packed(part):
+            yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is None or not tensor.is_floating_point():

@@ -46,11 +46,11 @@ class Context:
     without `rows` it records.
 
     `completed` puts them around the new ones, which have `before` rows in front of
-    them. With `moved`, a list that collects them, the new ones are constants there. A
-    recording context ends the block's run when it has both, unless `runs_on`.
+    them. A recording context ends the block's run when it has both, unless `runs_on`.
     """
 
-    moved: list[Tensor] | None = None
+    # Whether all rows are constants, and the token's own is differentiated apart.
+    keeps_own_row_apart = False
     runs_on = False
 
     def __init__(self, rows: tuple[Tensor, ...] | None, dim: int, before: int) -> None:
@@ -59,13 +59,35 @@ class Context:
         self.before = before
         # The new keys, and then the new values, of the block that runs.
         self.seen: list[Tensor] = []
+        # How many of attention's two products kept the own row apart.
+        self.n_products = 0
 
     @contextmanager
     def entered(self, n_rows: int = 1) -> Iterator[None]:
         """Have attention of `n_rows` new rows meet these, once, if it takes no cache."""
         self.seen.clear()
-        with WithoutCache(self, n_rows):
+        self.n_products = 0
+        with AttentionProducts(self, n_rows):
             yield
+
+    @contextmanager
+    def own_row_differentiated(self) -> Iterator[None]:
+        """Differentiate attention by the token's own keys and values alone.
+
+        Reverse mode would find a gradient for those of every row and every seed.
+
+        Raises:
+            BlockError: attention is not two matrix products.
+        """
+        self.keeps_own_row_apart = True
+        try:
+            yield
+        finally:
+            self.keeps_own_row_apart = False
+        if self.n_products != 2:
+            raise BlockError(
+                "the block's attention is not q Kᵀ and P V by two matrix products"
+            )
 
     def completed(self, new: Tensor) -> Tensor:
         """Return the keys, and then the values, of all rows, from those that the block
@@ -77,8 +99,7 @@ class Context:
             if part and not self.runs_on:
                 raise KeysAndValues(*self.seen)
             return new
-        if self.moved is not None:
-            self.moved.append(new)
+        if self.keeps_own_row_apart:
             new = new.detach()
         other_rows = self.rows[part]
         if len(new) != len(other_rows):
@@ -129,10 +150,15 @@ class ReadOnlyCache:
         raise _UnknownToCache(f"the block asks its key/value cache for {name!r}")
 
 
-# A mode, because these blocks have no argument by which keys and values could come in.
-class WithoutCache(TorchFunctionMode):
-    """A context for blocks that take no cache, put into attention itself: `q Kᵀ` and `P
-    V`, or torch's own function.
+# A mode, because the products are those of the block's own code: it is not rewritten,
+# and a block without a cache has no argument by which keys and values could come in.
+class AttentionProducts(TorchFunctionMode):
+    """Attention's `q Kᵀ` and `P V`, or torch's own function, within a block's code.
+
+    Where the block takes no cache, they meet the rows of the context here. Where the
+    context keeps the own row apart, all rows are constants in them, and what the own
+    row changes is added, by the product rule `d(q kᵀ) = dq kᵀ + q dkᵀ`, as a term of
+    value zero.
     """
 
     def __init__(self, context: Context, n_rows: int) -> None:
@@ -147,16 +173,37 @@ class WithoutCache(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Replace attention's products, and call every other function as it is."""
         options = kwargs or {}
-        # Once it has met the keys and the values, attention is over.
-        if len(self.context.seen) < 2:
-            if func is nn.functional.scaled_dot_product_attention:
-                return self._attention(*args, **options)
-            if func in PRODUCTS:
-                product = self._product(*args)
-                if product is not None:
-                    return product
+        # Once it has met the keys and the values, attention has its factors.
+        meets_rows = len(self.context.seen) < 2
+        if meets_rows and func is nn.functional.scaled_dot_product_attention:
+            return self._attention(*args, **options)
+        if func in PRODUCTS and len(args) == 2:
+            left, right = args
+            if meets_rows:
+                right = self._completed(left, right)
+            if right is not None:
+                return self._product(left, right)
         return func(*args, **options)
+
+    def _completed(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Return the right factor with all rows, Kᵀ and then V.
+
+        None of a product that is not attention's.
+        """
+        # Projections multiply by matrices of two axes.
+        if not left.ndim == right.ndim == 4:
+            return None
+        has_keys = bool(self.context.seen)
+        # Kᵀ is [batch head d_head row], V is [batch head row d_head].
+        # Attention's product is the one whose right factor has one column for each new row.
+        n_rows = right.shape[-2] if has_keys else right.shape[-1]
+        if n_rows != self.n_rows:
+            return None
+        if has_keys:
+            return self.context.completed(right)
+        return self.context.completed(right.mT).mT
 
     def _attention(
         self,
@@ -176,23 +223,68 @@ class WithoutCache(TorchFunctionMode):
         values = self.context.completed(v)
         # torch's default of `scaled_dot_product_attention`.
         scale = options.get("scale") or q.shape[-1] ** -0.5
-        scores = _masked(torch.matmul(scale * q, keys.mT), attn_mask)
-        return torch.matmul(scores.softmax(-1), values)
+        scores = _masked(self._product(scale * q, keys.mT), attn_mask)
+        return self._product(scores.softmax(-1), values)
 
-    def _product(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """Compute `q Kᵀ`, and then `P V`; None for a product that is not attention's."""
-        # Projections multiply by matrices of two axes.
-        if not left.ndim == right.ndim == 4:
-            return None
-        has_keys = bool(self.context.seen)
-        # Kᵀ is [batch head d_head row], V is [batch head row d_head].
-        # Attention's product is the one whose right factor has one column for each new row.
-        n_rows = right.shape[-2] if has_keys else right.shape[-1]
-        if n_rows != self.n_rows:
-            return None
-        if has_keys:
-            return torch.matmul(left, self.context.completed(right))
-        return torch.matmul(left, self.context.completed(right.mT).mT)
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return `left @ right`, with the own row apart where it must be."""
+        context = self.context
+        n_products = context.n_products
+        if not context.keeps_own_row_apart or n_products == len(context.seen):
+            return torch.matmul(left, right)
+        context.n_products += 1
+        is_of_values = n_products == 1
+        rows = context.seen[n_products]
+        if context.dim != -2:
+            rows = rows.transpose(1, 2)
+        place = context.before
+        own = right.select(-2 if is_of_values else -1, place)
+        if own.shape[1] % rows.shape[1]:
+            raise BlockError(
+                "keys or values are changed between the cache and the attention's "
+                "products"
+            )
+        # As often as heads share it.
+        rows = rows.repeat_interleave(own.shape[1] // rows.shape[1], dim=1)
+        zero = rows - rows.detach()
+        if is_of_values:
+            change = left[..., place : place + 1].detach() * zero
+        else:
+            scores = (left.detach() * zero).sum(-1, keepdim=True)
+            n_after = right.shape[-1] - 1 - place
+            change = nn.functional.pad(scores, (place, n_after))
+        return _times_constant(left, right) + change
+
+
+class _TimesConstant(torch.autograd.Function):
+    """`left @ right`, `[… 1 n] [… n m]`, for a constant `right`.
+
+    The backward pass does not copy it for every seed: PyTorch's own rule for a batched
+    matmul expands the factor without a batch; here the seeds become rows of `left`.
+    """
+
+    @staticmethod
+    def forward(left: Tensor, right: Tensor) -> Tensor:
+        return left @ right
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (right,) = ctx.saved_tensors
+        return _times_constant(grad, right.mT), None
+
+    @staticmethod
+    def vmap(
+        _info: object, in_dims: tuple[int, None], left: Tensor, right: Tensor
+    ) -> tuple[Tensor, int]:
+        seeds_as_rows = left.movedim(in_dims[0], -2).squeeze(-3)
+        return (seeds_as_rows @ right).unsqueeze(-3), -2
+
+
+_times_constant = _TimesConstant.apply
 
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:

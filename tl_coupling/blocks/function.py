@@ -348,10 +348,7 @@ class BlockFunction(CheckedBlock):
         parts = list((getattr(block, "original_component", None) or block).children())
         if self.norm is not None:
             parts.append(self.norm)
-
-        def run(X: Tensor) -> Tensor:
-            return self.row_output(X, context)
-
+        run = partial(self.row_output, context=context)
         return self.linearisation(self.X[t2], run, parts, context, chunk_size)
 
     # As components

@@ -29,6 +29,7 @@ from tl_coupling.blocks.parts import (
     Norm,
     Part,
     jacobian_of_part,
+    rows_in,
 )
 
 # From a part, its Jacobian and the tangents that it gets, to those that it gives.
@@ -173,11 +174,14 @@ def _called_parts(
         has_met_context = len(context.seen) == 2 and not any(
             earlier.meets_context for earlier in parts
         )
-        part = Part(module, args, kwargs, output, context.entered, has_met_context)
+        inputs = rows_in(args, kwargs)
+        part = Part(
+            module, args, kwargs, inputs, output, context.entered, has_met_context
+        )
         # Not those without rows (rotations), or that give what they got (dropout,
         # hook points).
-        inputs = [row.data_ptr() for row in part.inputs.values()]
-        if inputs and part.value.data_ptr() not in inputs:
+        places = [row.data_ptr() for row in inputs.values()]
+        if places and part.value.data_ptr() not in places:
             parts.append(part)
 
     with ExitStack() as hooks:

@@ -13,19 +13,18 @@ From TransformerLens' weights and hook points:
 * **anything else**: what reverse mode gives for that part alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.calls import hidden_states
-from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
+from tl_coupling.blocks.contexts import BlockError, Context
 from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 
 # How well a norm is reproduced where it is recognised.
@@ -37,23 +36,18 @@ _HEADS_TOLERANCE = 1e-4
 class Part(NamedTuple):
     """One call of a module within a block, on one token.
 
-    `context` is entered to repeat it. `meets_context` says that keys and values of
-    other rows were met in it: it is attention, or holds it.
+    `inputs` are `rows_in` its arguments. `context` is entered to repeat it.
+    `meets_context` says that keys and values of other rows were met in it: it is
+    attention, or holds it.
     """
 
     module: nn.Module
     args: tuple[object, ...]
     kwargs: dict[str, object]
+    inputs: dict[int | str, Tensor]
     output: object
     context: Callable[[], AbstractContextManager[object]]
     meets_context: bool
-
-    @property
-    def inputs(self) -> dict[int | str, Tensor]:
-        """The arguments that are one row of activations, by place or name."""
-        arguments: dict[int | str, object] = dict(enumerate(self.args))
-        arguments.update(self.kwargs)
-        return {key: value for key, value in arguments.items() if _is_row(value)}
 
     @property
     def value(self) -> Tensor:
@@ -153,11 +147,19 @@ def jacobian_of_part(part: Part, context: Context, chunk_size: int | None) -> Ja
     )
 
 
-def _is_row(value: object) -> TypeGuard[Tensor]:
-    """Say whether a value is the activations of one token."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return False
-    return value.ndim in (2, 3) and value.shape[:-1].numel() == 1
+def rows_in(
+    args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[int | str, Tensor]:
+    """Return the arguments that are the activations of one token, by place or name."""
+    arguments: dict[int | str, object] = dict(enumerate(args))
+    arguments.update(kwargs)
+    rows: dict[int | str, Tensor] = {}
+    for key, value in arguments.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            continue
+        if value.ndim in (2, 3) and value.shape[:-1].numel() == 1:
+            rows[key] = value
+    return rows
 
 
 def _weights(
@@ -293,7 +295,7 @@ def _attention(part: Part, context: Context) -> Attention | None:
         return None
     # These are [heads, d_model, d_head]: a shift for each entry of each head.
     shifts = [W.new_zeros(W[:, 0].numel()) for W in (W_Q, W_K, W_V)]
-    with _OwnRow(context):
+    with context.own_row_differentiated():
         z, pull_back = vjp(part.hook_function(points, "hook_z"), *shifts)
     if len(z) != heads.n_heads * heads.d_head:
         return None
@@ -349,107 +351,6 @@ def _split_by_shared_head(
     """Return the gradients of shared keys or values, apart for each shared head."""
     split = gradients.reshape(heads.group, heads.d_head, heads.n_shared, -1)
     return split.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-class _OwnRow(TorchFunctionMode):
-    """Attention's two products, with constants for the keys and values of other rows.
-
-    The products are `q Kᵀ` and `P V`; only the token's own row is differentiated.
-    Reverse mode would find a gradient for every row and every seed. That row's is
-    added, by the product rule `d(q kᵀ) = dq kᵀ + q dkᵀ`, as a term of value zero.
-    """
-
-    def __init__(self, context: Context) -> None:
-        # A function mode, because the products are those of the block's own code, which
-        # is not rewritten.
-        super().__init__()
-        self.context = context
-        self.products = 0
-
-    def __enter__(self) -> "_OwnRow":
-        self.context.moved = []
-        return super().__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        self.context.moved = None
-        has_failed = exception[0] is not None
-        if not has_failed and self.products != 2:
-            raise BlockError(
-                "the block's attention is not q Kᵀ and P V by two matrix products"
-            )
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
-        """Replace attention's products, and call every other function as it is."""
-        moved = self.context.moved
-        if func not in PRODUCTS or not moved or self.products == len(moved):
-            return func(*args, **(kwargs or {}))
-        left, right = args
-        self.products += 1
-        is_of_values = self.products == 2
-        rows = moved[is_of_values]
-        if self.context.dim != -2:
-            rows = rows.transpose(1, 2)
-        return self._product(left, right, rows, is_of_values)
-
-    def _product(
-        self, left: Tensor, right: Tensor, rows: Tensor, is_of_values: bool
-    ) -> Tensor:
-        """Return `left @ right`, where `rows` is the token's own row in `right`."""
-        place = self.context.before
-        own = right.select(-2 if is_of_values else -1, place)
-        if own.shape[1] % rows.shape[1]:
-            raise BlockError(
-                "keys or values are changed between the cache and the attention's "
-                "products"
-            )
-        # As often as heads share it.
-        rows = rows.repeat_interleave(own.shape[1] // rows.shape[1], dim=1)
-        zero = rows - rows.detach()
-        if is_of_values:
-            change = left[..., place : place + 1].detach() * zero
-        else:
-            scores = (left.detach() * zero).sum(-1, keepdim=True)
-            n_after = right.shape[-1] - 1 - place
-            change = nn.functional.pad(scores, (place, n_after))
-        return _times_constant(left, right) + change
-
-
-class _TimesConstant(torch.autograd.Function):
-    """`left @ right`, `[… 1 n] [… n m]`, for a constant `right`.
-
-    The backward pass does not copy it for every seed: PyTorch's own rule for a batched
-    matmul expands the factor without a batch; here the seeds become rows of `left`.
-    """
-
-    @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left @ right
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (right,) = ctx.saved_tensors
-        return _times_constant(grad, right.mT), None
-
-    @staticmethod
-    def vmap(
-        _info: object, in_dims: tuple[int, None], left: Tensor, right: Tensor
-    ) -> tuple[Tensor, int]:
-        seeds_as_rows = left.movedim(in_dims[0], -2).squeeze(-3)
-        return (seeds_as_rows @ right).unsqueeze(-3), -2
-
-
-_times_constant = _TimesConstant.apply
 
 
 def _reverse_mode_jacobians(part: Part, chunk_size: int | None) -> list[Tensor]:

@@ -145,7 +145,7 @@ def _mlp_jacobians(
     rows, values = seen[0]
     jacobians: list[Tensor] = []
     for x, y in zip(rows.split(1, 1), values.split(1, 1), strict=True):
-        J = mlp_jacobian(Part(mlp, (x,), {}, y, nullcontext, False))
+        J = mlp_jacobian(Part(mlp, (x,), {}, {0: x}, y, nullcontext, False))
         if J is None:
             raise BlockError("the MLP has not TransformerLens' weights and hook points")
         jacobians += J

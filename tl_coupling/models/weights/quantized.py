@@ -90,16 +90,15 @@ def _scaled(
 
 def dequantising(part: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
     """Yield changes that make a packed layer a linear one with its dequantised weight
-    in `dtype`; none for another module.
+    in `dtype`.
     """
-    if is_packed(part):
-        weight = nn.Parameter(dequantised(part).to(dtype), requires_grad=False)
-        yield part, "__class__", nn.Linear
-        yield part, "weight", weight
-        # Where accelerate placed the model, the layer has a `forward` of its own, which
-        # calls this one.
-        if "_old_forward" in vars(part):
-            yield part, "_old_forward", nn.Linear.forward.__get__(part)
+    weight = nn.Parameter(dequantised(part).to(dtype), requires_grad=False)
+    yield part, "__class__", nn.Linear
+    yield part, "weight", weight
+    # Where accelerate placed the model, the layer has a `forward` of its own, which
+    # calls this one.
+    if "_old_forward" in vars(part):
+        yield part, "_old_forward", nn.Linear.forward.__get__(part)
 
 
 def needs_package(user: str, package: str) -> None:
