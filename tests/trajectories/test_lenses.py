@@ -171,3 +171,14 @@ def test_what_has_no_lens_is_refused(model, tokenizer_folder):
         entropy_by_depth(trace, lens)
     with pytest.raises(TypeError, match="`lens` must be a JacobianLens or None, got"):
         entropy_by_depth(trace, 3)
+    for skip in (-1, -30):
+        with pytest.raises(
+            ValueError, match="`skip_first_positions` must be at least 0"
+        ):
+            product_lens([trace], tokens="later", skip_first_positions=skip)
+    shallow = tiny.bridge(
+        tiny.huggingface_model("llama", num_hidden_layers=1), tokenizer_folder
+    )
+    for tokens in ("same", "later"):
+        with pytest.raises(ValueError, match="at least 2 blocks, got 1"):
+            product_lens([tlc.trace(shallow, PROMPTS[0])], tokens=tokens)

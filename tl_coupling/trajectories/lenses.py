@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import Text, checked
+from tl_coupling.arguments import Text, at_least, checked
 from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import block_jacobians, pulled_back
 from tl_coupling.models import (
@@ -45,7 +45,7 @@ def product_lens(
     position: int = -1,
     *,
     tokens: Tokens = "same",
-    skip_first_positions: int = SKIPPED,
+    skip_first_positions: Annotated[int, at_least(0)] = SKIPPED,
     corpus: Text | None = None,
     progress: Progress | None = None,
 ) -> JacobianLens:
@@ -93,8 +93,9 @@ def product_lens(
 
     Raises:
         ValueError: no trace, or none that is long enough; one with `final_norm`, of
-            another model, or of a model whose tokens act on earlier ones; and what
-            TransformerLens says of models that its lens does not read.
+            another model, of a model of one block, or of one whose tokens act on
+            earlier ones; a negative `skip_first_positions`; and what TransformerLens
+            says of models that its lens does not read.
         TypeError: something that is not a trace, or not of a `TransformerBridge`.
 
     Cost: at the same token the Jacobians of all blocks but the first for each prompt,
@@ -235,6 +236,11 @@ def checked_trace(item: object, first: Trace | None) -> Trace:
         )
     if first is not None and item.model is not first.model:
         raise ValueError("`traces` must be of one model, got two")
+    if item.n_layers < 2:
+        raise ValueError(
+            "`traces` must be of a model of at least 2 blocks, got 1: a lens maps what "
+            "leaves a block to what leaves the last one"
+        )
     if item.final_norm:
         raise ValueError(
             "`traces` must end before the final norm, which a lens applies itself: "
