@@ -179,22 +179,21 @@ class AttentionProducts(TorchFunctionMode):
         meets_rows = len(self.context.seen) < 2
         if meets_rows and func is nn.functional.scaled_dot_product_attention:
             return self._attention(*args, **options)
-        if func in PRODUCTS and len(args) == 2:
+        # Projections multiply by matrices of two axes.
+        is_product = func in PRODUCTS and len(args) == 2
+        if is_product and args[0].ndim == args[1].ndim == 4:
             left, right = args
             if meets_rows:
-                right = self._completed(left, right)
+                right = self._completed(right)
             if right is not None:
                 return self._product(left, right)
         return func(*args, **options)
 
-    def _completed(self, left: Tensor, right: Tensor) -> Tensor | None:
+    def _completed(self, right: Tensor) -> Tensor | None:
         """Return the right factor with all rows, Kᵀ and then V.
 
         None of a product that is not attention's.
         """
-        # Projections multiply by matrices of two axes.
-        if not left.ndim == right.ndim == 4:
-            return None
         has_keys = bool(self.context.seen)
         # Kᵀ is [batch head d_head row], V is [batch head row d_head].
         # Attention's product is the one whose right factor has one column for each new row.

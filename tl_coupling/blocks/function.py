@@ -326,7 +326,7 @@ class BlockFunction(CheckedBlock):
         Keys and values of other input rows are treated as in `_query_local`.
         """
         keys_and_values = self._context(t2)
-        linearised = self._linearisation(t2, keys_and_values, chunk_size)
+        linearised = self.linearisation(self, t2, keys_and_values, chunk_size)
         J: dict[int, Tensor] = {}
         if t2 in t1s:
             J[t2] = linearised.jacobian()
@@ -337,19 +337,6 @@ class BlockFunction(CheckedBlock):
             row_jacobians = _context_jacobians(linearised, context_rows, chunk_size)
             J |= zip(context_positions, row_jacobians, strict=True)
         return linearised.y - self.X[t2], [J[t1] for t1 in t1s]
-
-    def _linearisation(
-        self, t2: int, keys_and_values: tuple[Tensor, ...], chunk_size: int | None
-    ) -> Linearisation:
-        """Return the block at t2, as parts with Jacobians."""
-        block = self.call.module
-        context = self.call.context(t2, keys_and_values)
-        # A bridge's block wraps the original one, whose parts are called.
-        parts = list((getattr(block, "original_component", None) or block).children())
-        if self.norm is not None:
-            parts.append(self.norm)
-        run = partial(self.row_output, context=context)
-        return self.linearisation(self.X[t2], run, parts, context, chunk_size)
 
     # As components
 
@@ -369,7 +356,7 @@ class BlockFunction(CheckedBlock):
         self, t: int, chunk_size: int | None
     ) -> Evaluated[Components]:
         """Evaluate from the Jacobians of the block's parts."""
-        linearised = self._linearisation(t, self._context(t), chunk_size)
+        linearised = self.linearisation(self, t, self._context(t), chunk_size)
         components = linearised_components(linearised, self.call.module, chunk_size)
         return linearised.y - self.X[t], components
 

@@ -12,7 +12,7 @@ result is compared with the full sequence.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -31,29 +31,29 @@ from tl_coupling.blocks.parts import (
     jacobian_of_part,
     rows_in,
 )
+from tl_coupling.blocks.rows import EvaluatedBlock
 
 # From a part, its Jacobian and the tangents that it gets, to those that it gives.
 Replaced = Callable[[Part, Jacobian, Sequence[Tensor]], Tensor | None]
 
 
 class Linearisation:
-    """A block at one token, as parts with Jacobians.
+    """A block at the token t, as parts with Jacobians; `y` is its output there.
 
-    Its parts are those of the modules that `run` calls on the row x; `run` calls the
-    block on any rows. `y` is its value at x.
+    `keys_and_values` are those of the rows that act on the token.
     """
 
     def __init__(
         self,
-        x: Float[Tensor, " d_model"],
-        run: Callable[[Tensor], Tensor],
-        modules: Iterable[nn.Module],
-        context: Context,
+        block: EvaluatedBlock,
+        t: int,
+        keys_and_values: tuple[Tensor, ...],
         chunk_size: int | None,
     ) -> None:
-        self.run = run
+        self.block = block
+        context = block.call.context(t, keys_and_values)
         self.context = context
-        self.y, parts = _called_parts(x, run, modules, context)
+        self.y, parts = _called_parts(block, t, context)
         # The calls of each module, in order.
         self.calls: dict[nn.Module, list[tuple[Part, Jacobian]]] = defaultdict(list)
         for part in parts:
@@ -152,16 +152,13 @@ class Linearisation:
         }
         # The block's own code adds, scales and orders what the parts give.
         with forwards_replaced(forwards):
-            return self.run(rows)
+            return self.block.row_output(rows, self.context)
 
 
 def _called_parts(
-    x: Float[Tensor, " d_model"],
-    run: Callable[[Tensor], Tensor],
-    modules: Iterable[nn.Module],
-    context: Context,
+    block: EvaluatedBlock, t: int, context: Context
 ) -> tuple[Float[Tensor, " d_model"], list[Part]]:
-    """Return what `run` gives for a row, and the calls of modules on the way."""
+    """Return the block's output at t, and the calls of its modules on the way."""
     parts: list[Part] = []
 
     def note(
@@ -184,12 +181,16 @@ def _called_parts(
         if places and part.value.data_ptr() not in places:
             parts.append(part)
 
+    module = block.call.module
+    # A bridge's block wraps the original one, whose parts are called.
+    modules = list((getattr(module, "original_component", None) or module).children())
+    if block.norm is not None:
+        modules.append(block.norm)
     with ExitStack() as hooks:
-        for module in dict.fromkeys(modules):
-            hook = module.register_forward_hook(note, with_kwargs=True)
-            hooks.enter_context(hook)
+        for part in dict.fromkeys(modules):
+            hooks.enter_context(part.register_forward_hook(note, with_kwargs=True))
         # A copy: the block may add to it in place.
-        y = run(x[None].clone())[0]
+        y = block.row_output(block.X[t, None].clone(), context)[0]
     return y, parts
 
 

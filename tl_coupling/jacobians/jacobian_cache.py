@@ -90,17 +90,27 @@ class JacobianCache:
         """Keep the Jacobians of these connections from when they are computed."""
         self._asked_again.update(map(_ends, connections))
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._shelves
+    def holds(
+        self,
+        groups: Iterable[Sequence[Connection]],
+        chunk_size: int | None,
+        function: AnyFunction,
+    ) -> bool:
+        """Say whether the Jacobians of all these groups are there."""
+        return all(
+            _key(group, chunk_size, function) in self._shelves for group in groups
+        )
 
     def get(
         self,
-        key: object,
         group: Sequence[Connection],
+        chunk_size: int | None,
+        function: AnyFunction,
         trace: Trace,
         compute: Callable[[], Matrices],
     ) -> Matrices:
         """Return the Jacobians of a group, computed unless they are there."""
+        key = _key(group, chunk_size, function)
         if key in self._shelves:
             shelf, path = self._shelves[key]
             return [shelf.take(i) for i in range(len(group))], path
@@ -116,7 +126,7 @@ class JacobianCache:
         return matrices, path
 
 
-def cache_key(
+def _key(
     group: Sequence[Connection], chunk_size: int | None, function: AnyFunction
 ) -> object:
     """Return what a group of connections with one output is kept by."""

@@ -17,7 +17,7 @@ from tl_coupling.jacobians.connections import (
     Function,
     connected,
 )
-from tl_coupling.jacobians.jacobian_cache import cache_key, cache_of
+from tl_coupling.jacobians.jacobian_cache import cache_of
 from tl_coupling.progress import Progress, with_progress
 
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of
@@ -164,8 +164,7 @@ def jacobians_of(
             output_groups = groupby(sharing, attrgetter("output_position"))
             groups = [list(output_group) for _, output_group in output_groups]
             # What is computed together is kept, and found again, together.
-            keys = [cache_key(group, chunk_size, function) for group in groups]
-            are_cached = cache is not None and all(key in cache for key in keys)
+            are_cached = cache is not None and cache.holds(groups, chunk_size, function)
             block = trace.blocks[layer]
             if not are_cached:
                 # Before its branches are asked for: it shows whether it has others.
@@ -174,7 +173,7 @@ def jacobians_of(
             block = measured(block, function)
             if not are_cached:
                 block.refer_to([group[0].output_position for group in groups])
-            for key, group in zip(keys, groups, strict=True):
+            for group in groups:
                 inputs = [connection.input_position for connection in group]
                 compute = partial(
                     block.jacobians, inputs, group[0].output_position, chunk_size
@@ -182,7 +181,9 @@ def jacobians_of(
                 if cache is None:
                     matrices, path = compute()
                 else:
-                    matrices, path = cache.get(key, group, trace, compute)
+                    matrices, path = cache.get(
+                        group, chunk_size, function, trace, compute
+                    )
                 for connection, J in zip(group, matrices, strict=True):
                     yield Computed(connection, J, path)
                 # Not kept while the next are computed.
