@@ -123,6 +123,32 @@ def test_results_say_it_and_do_not_mix(tiny_trace, tmp_path):
         tlc.mean_of_maps([rest, tlc.depth_coupling(tiny_trace, K)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_singular_metric_is_refused_whatever_the_sign_of_its_rounding(dtype):
+    """Of rank d − 1: its smallest eigenvalue is rounding, above 0 in about every other."""
+    J = torch.eye(32).double()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        root = torch.randn(32, 31, generator=generator).double()
+        with pytest.raises(ValueError, match="positive definite"):
+            in_metric(J, (root @ root.mT).to(dtype))
+
+
+def test_axes_of_very_different_lengths_are_a_metric(J):
+    lengths = torch.logspace(-5, 5, D).double()
+    expected = J * lengths[:, None] / lengths
+    moved = in_metric(J, torch.diag(lengths.square()).float())
+    torch.testing.assert_close(moved, expected, rtol=1e-6, atol=0)
+
+
+def test_a_map_takes_a_metric_that_requires_a_gradient(tiny_trace):
+    M = stream_metric([tiny_trace])
+    moved = tlc.depth_coupling(tiny_trace, K, metric=M.clone().requires_grad_())
+    expected = tlc.depth_coupling(tiny_trace, K, metric=M)
+    assert torch.equal(moved.matrices, expected.matrices)
+    assert moved.provenance["metric"] == expected.provenance["metric"]
+
+
 def test_bad_metrics_are_refused(tiny_trace, J):
     cases = [
         (torch.eye(D + 1), "d_model = 8"),

@@ -109,9 +109,10 @@ def in_metric(
         metric: M, symmetric and positive definite; its scale does not matter.
 
     Raises:
-        ValueError: an M of another size, or that is not symmetric and positive definite.
+        ValueError: an M of another size, or that is not symmetric and positive definite
+            to the rounding of its dtype.
 
-    Cost: a symmetric eigenvalue problem, and two products for each.
+    Cost: two symmetric eigenvalue problems, and two products for each.
 
     Example:
         >>> M = torch.diag(torch.tensor([4.0, 1.0]))
@@ -146,7 +147,7 @@ class Change:
     @cached_property
     def _roots(self) -> tuple[Tensor, Tensor]:
         assert self.metric is not None
-        return _roots(self.metric)
+        return _roots(self.metric.detach())
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -177,11 +178,23 @@ def _roots(metric: Metric) -> tuple[Tensor, Tensor]:
     M = require_finite(metric, "metric").double()
     if not torch.allclose(M, M.mT, rtol=1e-5, atol=1e-8 * float(M.abs().max())):
         raise ValueError("`metric` must be symmetric, got one that is not")
-    eigenvalues, Q = torch.linalg.eigh((M + M.mT) / 2)
-    if eigenvalues[0] <= 0:
+    M = (M + M.mT) / 2
+    eigenvalues, Q = torch.linalg.eigh(M)
+    if eigenvalues[0] <= 0 or _is_singular(M, metric.dtype):
         raise ValueError(
-            "`metric` must be positive definite, got a smallest eigenvalue of "
-            f"{float(eigenvalues[0]):.3g}"
+            "`metric` must be positive definite, beyond the rounding of its "
+            f"{metric.dtype}, got a smallest eigenvalue of {float(eigenvalues[0]):.3g}"
         )
     lengths = eigenvalues.sqrt()
     return Q * lengths @ Q.mT, Q / lengths @ Q.mT
+
+
+def _is_singular(M: Metric, dtype: torch.dtype) -> bool:
+    """Say whether a metric is singular to the rounding of the dtype that held it.
+
+    In units in which its diagonal is 1: entries round by a share of themselves, so that
+    axes of very different lengths are no reason to refuse one.
+    """
+    lengths = M.diagonal().clamp_min(torch.finfo(M.dtype).tiny).sqrt()
+    eigenvalues = torch.linalg.eigvalsh(M / lengths[:, None] / lengths)
+    return bool(eigenvalues[0] <= torch.finfo(dtype).eps * eigenvalues[-1])
