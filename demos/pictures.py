@@ -23,7 +23,7 @@ from scipy import stats
 import tl_coupling as tlc
 from tl_coupling.plots import labels
 from tl_coupling.results import CONTROLS as CONTROL_NAMES
-from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
+from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES, ROTATIONS
 
 sys.path.append(str(Path(__file__).parent / "studies"))
 import block_costs_report
@@ -154,18 +154,19 @@ def rotation() -> Figure:
     n_texts = rows["text"].nunique()
     figure = labels.new_figure(labels.PAGE_WIDTH, 3.4)
     kinds = {
-        "together": ("one rotation, coupling kept", labels.VERMILION),
-        "apart": ("one each, coupling destroyed", labels.BLUE),
-        "shrunk": ("shrunk by cos θ", "0.5"),
+        "together": labels.VERMILION,
+        "apart": labels.BLUE,
+        "shrunk": "0.5",
     }
     axes = figure.subplots(1, 3, sharey=True)
     for ax, (side, title) in zip(axes, sides.items(), strict=True):
         of_side = rows[rows["side"] == side]
-        for kind, (label, color) in kinds.items():
+        for kind, color in kinds.items():
             of_kind = of_side[of_side["kind"] == kind].groupby("angle")["loss_change"]
             half = stats.t.ppf(0.975, n_texts - 1) * of_kind.sem()
             means = of_kind.mean()
-            ax.plot(means.index, means, "o-", color=color, label=label, markersize=4)
+            style = {"color": color, "label": ROTATIONS[kind], "markersize": 4}
+            ax.plot(means.index, means, "o-", **style)
             ax.vlines(means.index, means - half, means + half, color=color)
         ax.axhline(uniform, label="a uniform prediction", **labels.NULL_LINE)
         ax.set_title(title, fontsize="medium")

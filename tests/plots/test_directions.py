@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from scipy import stats
 
 from axes import tick_labels
 from made_up_results import PROVENANCE
-from tl_coupling.directions import Ablation, Steering, Subspace
-from tl_coupling.plots import plot_ablation, plot_steering, plot_subspace
+from tl_coupling.directions import Ablation, Rotation, Steering, Subspace
+from tl_coupling.plots import (
+    plot_ablation,
+    plot_rotation,
+    plot_steering,
+    plot_subspace,
+)
 
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
@@ -102,6 +108,56 @@ def test_ablation_is_a_row_for_each_kind_with_its_draws() -> None:
     removed = [text.get_text() for text in ax.texts]
     assert removed[0] == f"{result.of('shared', 'removed').mean():.1%} removed"
     assert "write" in ax.get_title()
+
+
+def rotation(n_prompts: int, kinds: tuple[str, ...]) -> Rotation:
+    return Rotation(
+        loss=drawn(n_prompts),
+        loss_change=drawn(len(kinds), n_prompts),
+        kl=drawn(len(kinds), n_prompts),
+        kinds=kinds,
+        layers=(1, 2),
+        prompts=tuple("abcdef"[:n_prompts]),
+        side="both",
+        angle=30.0,
+        provenance=PROVENANCE,
+    )
+
+
+def test_rotations_are_rows_with_a_line_for_each_prompt() -> None:
+    kinds = ("together", "together", "apart", "apart", "shrunk")
+    result = rotation(6, kinds)
+    ax = plot_rotation(result)
+    changes = result.loss_change.numpy()
+    of_prompts = np.stack([changes[:2].mean(0), changes[2:4].mean(0), changes[4]])
+    of_each = [line for line in ax.lines if line.get_marker() == "o"]
+    assert len(of_each) == 6
+    for prompt, line in enumerate(of_each):
+        np.testing.assert_allclose(line.get_xdata(), of_prompts[:, prompt])
+        assert list(line.get_ydata()) == [0, 1, 2]
+    marks = [line for line in ax.lines if line.get_marker() == "D"]
+    means = [mark.get_xdata()[0] for mark in marks]
+    np.testing.assert_allclose(means, of_prompts.mean(1))
+    bars = [line for line in ax.lines if line.get_linewidth() == 2]
+    for bar, values in zip(bars, of_prompts, strict=True):
+        expected = stats.ttest_1samp(values, 0).confidence_interval()
+        np.testing.assert_allclose(bar.get_xdata(), expected)
+    less = (of_prompts[0] - of_prompts[1]).mean()
+    words = [text.get_text() for text in ax.texts]
+    assert words[0].startswith("together − apart\n" + f"{less:+.3g}".replace("-", "−"))
+    assert words[1].startswith("together − shrunk\n")
+    rows = [tick.get_text() for tick in ax.get_yticklabels()]
+    assert rows[:2] == ["one rotation,\ncoupling kept", "one each,\ncoupling destroyed"]
+    assert "read and write · θ = 30° · 2 layers, 6 prompts" in ax.get_title()
+
+
+@pytest.mark.filterwarnings("ignore:the difference of single samples")
+def test_a_rotation_of_one_prompt_has_no_interval_in_given_axes() -> None:
+    ax = Figure().subplots()
+    assert plot_rotation(rotation(1, ("alone", "shrunk")), ax=ax) is ax
+    (note,) = ax.texts
+    assert "nan" not in note.get_text()
+    assert "1 prompt\n" in ax.get_title()
 
 
 def test_subspace_is_a_line_for_each_side_beside_random_frames() -> None:

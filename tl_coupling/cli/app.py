@@ -33,6 +33,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "tokens": ("tokens", "Coupling of every two tokens, at one pair of layers"),
         "trajectory": ("trajectory", "Paths of tokens through the residual stream"),
         "directions": ("directions", "What singular vectors read, write and do"),
+        "rotate": ("rotate", "The loss as blocks are rotated together or apart"),
         "dynamics": ("dynamics", "Products of blocks, and the blocks' eigenvalues"),
         "report": ("report", "One HTML page on a model and a prompt, or an image"),
     },

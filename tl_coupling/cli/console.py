@@ -188,12 +188,15 @@ def work_in(out: Path) -> Iterator[Work]:
     logging.disable_progress_bar()
     work = Work(out)
     start = time.time()
+    # A result may warn wherever it is read: in a summary, a picture and a table.
+    said: set[str] = set()
 
     def show(
         message: Warning | str, category: type[Warning], *_: object, **__: object
     ) -> None:
         # Deprecations in libraries are no concern of whoever runs a command.
-        if issubclass(category, UserWarning):
+        if issubclass(category, UserWarning) and str(message) not in said:
+            said.add(str(message))
             work.console.print(f"warning: {message}", style="yellow", soft_wrap=True)
 
     try:

@@ -1,5 +1,6 @@
 """Tables that commands print."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -119,12 +120,13 @@ def table_of(
 
 
 def interval_text(low: float, high: float, digits: str) -> str:
-    """Return an interval, and a dash for that of something with itself.
+    """Return an interval, and a dash where there is none (NaN), or for that of something
+    with itself.
 
     >>> interval_text(-0.5, 1, ".2f"), interval_text(0, 0, ".2f")
     ('-0.50 to +1.00', '–')
     """
-    if low == high == 0:
+    if math.isnan(low) or low == high == 0:
         return "–"
     return f"{low:+{digits}} to {high:+{digits}}"
 

@@ -19,7 +19,12 @@ from tl_coupling.plots.carriers import (
     plot_head_coupling,
 )
 from tl_coupling.plots.differences import plot_comparison
-from tl_coupling.plots.directions import plot_ablation, plot_steering, plot_subspace
+from tl_coupling.plots.directions import (
+    plot_ablation,
+    plot_rotation,
+    plot_steering,
+    plot_subspace,
+)
 from tl_coupling.plots.dynamics import (
     plot_eigenvalues,
     plot_product_map,
@@ -94,6 +99,7 @@ __all__ = [
     "plot_prompts",
     "plot_quartiles",
     "plot_redundancy",
+    "plot_rotation",
     "plot_shapes",
     "plot_singular_values",
     "plot_spread",

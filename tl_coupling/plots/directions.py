@@ -1,5 +1,6 @@
-"""Draw directions that blocks share, and what steering and ablation do."""
+"""Draw directions that blocks share, and what steering, ablation and rotation do."""
 
+from collections.abc import Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING
 
@@ -8,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
-from tl_coupling.directions import Ablation, Steering, Subspace
+from tl_coupling.directions import Ablation, Rotation, Steering, Subspace
 from tl_coupling.plots import labels
-from tl_coupling.results import CONTROLS, OWN_CONTROLS, RANDOM_FRAMES
+from tl_coupling.results import CONTROLS, OWN_CONTROLS, RANDOM_FRAMES, ROTATIONS
 
 if TYPE_CHECKING:
     import pandas
@@ -28,6 +29,10 @@ _COLORS = {
     "norm_matched": labels.PINK,
     "principal": labels.ORANGE,
     "span": labels.SKY,
+    "together": labels.VERMILION,
+    "apart": labels.BLUE,
+    "alone": labels.VERMILION,
+    "shrunk": labels.BLACK,
 }
 # The longest names of controls are written on two lines.
 _LONGEST_NAME = 24
@@ -143,38 +148,90 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
     """
     table = result.to_dataframe()
     ax = ax or labels.new_figure(6.8, 0.8 + 0.42 * len(table)).subplots()
-    kinds = np.array(result.kinds)
-    # Rows are draws of every kind, columns prompts.
-    draw_means = result.loss_change.double().cpu().numpy().mean(1)
     for row, line in enumerate(table.to_dict("records")):
-        kind = str(line["kind"])
-        drawn = draw_means[kinds == kind]
+        drawn = result.draws(line["kind"])
         # The subspace itself is no draw: a single dot would lie under its own mean.
         if len(drawn) > 1:
             ax.plot(drawn, np.full(len(drawn), row), "o", color="0.75", markersize=4)
-        ax.plot(
-            [line["low"], line["high"]], [row, row], color=_COLORS[kind], linewidth=2
-        )
-        ax.plot(line["loss_change"], row, "D", color=_COLORS[kind], markersize=6)
-        ax.annotate(
-            f"{line['removed']:.1%} removed",
-            (1, row),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            annotation_clip=False,
-        )
-    ax.axvline(0, color="0.8", linewidth=0.8, zorder=0)
+        _note(ax, row, f"{line['removed']:.1%} removed")
     names = [fill(_names(result)[kind], _LONGEST_NAME) for kind in table["kind"]]
-    ax.set_yticks(range(len(table)), names)
-    # The first row of the table stands on top.
-    ax.invert_yaxis()
-    ax.set(xlabel="change in loss (nats per token)")
+    _draw_kinds(ax, table, names)
     subject = f"Removed from what blocks {result.side} · rank {result.rank}"
     labels.entitle(ax, _heading(subject, result.provenance))
     return ax
+
+
+@checked
+def plot_rotation(result: Rotation, *, ax: Axes | None = None) -> Axes:
+    """Draw what a model loses where blocks are rotated together, apart or alone.
+
+    A row for each kind: the mean change in loss with its 95 % t interval over prompts,
+    and a grey dot for each prompt, its mean over draws, with a line to the same prompt
+    in the next row. On the right, the mean of the first row minus that of the row, with
+    its 95 % paired t interval: below 0, rotations of the first kind cost less.
+
+    Args:
+        result: what `directions.rotate` returned.
+        ax: where to draw; a new figure by default.
+
+    Returns the Axes; rows are named on its y-axis.
+
+    Example:
+        >>> result = tlc.directions.rotate(model, ["w1 w2 w3", "w4 w5"], n_draws=2)
+        >>> tlc.plots.plot_rotation(result).get_xlabel()
+        'change in loss (nats per token)'
+    """
+    table = result.to_dataframe()
+    ax = ax or labels.new_figure(6.8, 1.3 + 0.5 * len(table)).subplots()
+    rows = np.arange(len(table))
+    of_prompts = np.stack([result.of(kind) for kind in table["kind"]])
+    ax.plot(of_prompts, rows, "o-", color="0.75", markersize=4, linewidth=0.8)
+    names = [ROTATIONS[kind].replace(", ", ",\n") for kind in table["kind"]]
+    _draw_kinds(ax, table, names)
+    first, *others = table.to_dict("records")
+    for row, line in enumerate(others, 1):
+        less, low, high = (
+            line[f"first_less_this{end}"] for end in ("", "_low", "_high")
+        )
+        # One prompt has no interval.
+        interval = "" if np.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
+        numbers = f"{less:+.3g}{interval}".replace("-", "−")
+        _note(ax, row, f"{first['kind']} − {line['kind']}\n{numbers}")
+    what = {"write": "write", "read": "read", "both": "read and write"}[result.side]
+    n_layers, n_prompts = len(result.layers), len(result.prompts)
+    subject = (
+        f"Rotated: what blocks {what} · θ = {result.angle:g}° · "
+        f"{n_layers} layer{'s' * (n_layers > 1)}, {n_prompts} prompt{'s' * (n_prompts > 1)}"
+    )
+    labels.entitle(ax, _heading(subject, result.provenance))
+    return ax
+
+
+def _draw_kinds(ax: Axes, table: "pandas.DataFrame", names: Sequence[str]) -> None:
+    """Draw a row for each kind: its mean change in loss, with the interval."""
+    for row, line in enumerate(table.to_dict("records")):
+        color = _COLORS[str(line["kind"])]
+        ax.plot([line["low"], line["high"]], [row, row], color=color, linewidth=2)
+        ax.plot(line["loss_change"], row, "D", color=color, markersize=6)
+    ax.axvline(0, color="0.8", linewidth=0.8, zorder=0)
+    ax.set_yticks(range(len(table)), names)
+    # The first row of the table stands on top.
+    ax.set_ylim(len(table) - 0.5, -0.5)
+    ax.set(xlabel="change in loss (nats per token)")
+
+
+def _note(ax: Axes, row: int, text: str) -> None:
+    """Write a text on the right of a row."""
+    ax.annotate(
+        text,
+        (1, row),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        annotation_clip=False,
+    )
 
 
 @checked

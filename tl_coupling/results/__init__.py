@@ -12,6 +12,7 @@ from tl_coupling.results.names import (
     RANDOM_MATRIX,
     RANDOM_STEPS,
     RANDOM_SUBSPACES,
+    ROTATIONS,
     TURNED_BLOCKS,
 )
 from tl_coupling.results.provenance import (

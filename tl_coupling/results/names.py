@@ -20,6 +20,13 @@ OWN_CONTROLS = CONTROLS | {
     "shared": "own subspace",
     "unshared": "outside it, of the same gain",
 }
+# Of the conditions that `directions.rotate` compares, by their `kinds`.
+ROTATIONS = {
+    "together": "one rotation, coupling kept",
+    "apart": "one each, coupling destroyed",
+    "alone": "one layer rotated",
+    "shrunk": "shrunk by cos θ",
+}
 # What results would be if nothing were coupled, by what is drawn at random.
 RANDOM_SUBSPACES = "random subspaces"
 RANDOM_BASES = "random bases, same singular values"

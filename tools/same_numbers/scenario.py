@@ -65,6 +65,11 @@ COMMANDS = (
         *("--steer", "--ablate", "--rank", "2"),
     ),
     _command(
+        "tiny-rotate",
+        *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--side", "both"),
+        *("--angle", "30", "--draws", "3"),
+    ),
+    _command(
         "tiny-compare",
         *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--k", "4", "--other-untrained"),
     ),
