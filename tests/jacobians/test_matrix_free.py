@@ -182,6 +182,39 @@ def test_auto_takes_what_the_plan_says(wide_trace, tokenizer_folder):
         tlc.depth_coupling(wide_trace, K, without="identity", method="products")
 
 
+@pytest.mark.parametrize("chosen", [{}, {"rows": [0]}, {"position": [3, -1]}])
+def test_a_limit_of_memory_holds_for_products_too(wide_trace, chosen):
+    """As the plan says; within it fewer vectors go through a block at a time."""
+    by_products = {"method": "products", **chosen}
+    with pytest.raises(ValueError, match="`max_memory` must be at least"):
+        tlc.depth_coupling(wide_trace, K, max_memory="1KB", **by_products)
+    least = tlc.plan(wide_trace, K, method="products").peak
+    limited = tlc.depth_coupling(wide_trace, K, max_memory=least, **by_products)
+    free = tlc.depth_coupling(wide_trace, K, **by_products)
+    torch.testing.assert_close(limited.coupling(), free.coupling(), rtol=0, atol=1e-5)
+
+
+def test_the_default_k_is_said_once(tiny_trace):
+    with pytest.warns(UserWarning, match="is used in place of the default") as said:
+        tlc.depth_coupling(tiny_trace, method="auto")
+    assert sum("in place of the default" in str(one.message) for one in said) == 1
+
+
+def test_blocks_without_parameters_have_a_plan():
+    class Sine(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.sin(x)
+
+    blocks = torch.nn.Sequential(Sine(), Sine())
+    x = torch.rand(1, 3, 8)
+    trace = tlc.trace_modules(blocks, lambda: blocks(x))
+    assert tlc.plan(trace, 2).weights == 0
+    found = tlc.depth_coupling(trace, 2, method="auto")
+    torch.testing.assert_close(
+        found.coupling(), tlc.depth_coupling(trace, 2).coupling()
+    )
+
+
 def test_what_the_iteration_does_not_reach_is_decomposed_in_full(tiny_trace):
     """A narrow block has no room for a Krylov space; the result is that of `svd`."""
     found = tlc.block_spectrum(tiny_trace, 0, K, position=3)

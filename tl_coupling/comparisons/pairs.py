@@ -36,6 +36,7 @@ from tl_coupling.jacobians import (
 )
 from tl_coupling.measures import Change, Metric, Orientation, Without
 from tl_coupling.progress import Progress, with_progress
+from tl_coupling.spectra import fitting_k
 
 Positions: TypeAlias = int | Sequence[int] | Literal["all"]
 _ONE_TRACE = (
@@ -92,8 +93,8 @@ def depth_coupling(
             products with vectors, `block_spectrum`, and never forms one: for wide
             models with a small k, mixtures of experts, and blocks whose only way is the
             full sequence. `"auto"` takes the one that `plan` says is cheaper.
-            `frobenius_norms` are then estimates, to about a per cent; only nulls of
-            other measures than coupling depend on them.
+            `frobenius_norms` are then estimates, to about a per cent; of coupling only
+            `null_interval` depends on them, of other measures the nulls.
         chunk_size: as in `block_jacobian`.
         max_memory: bytes, or a text such as "3GiB", that this may take beside the model
             and the trace. Chunks become smaller, and Jacobians that do not fit are kept
@@ -133,6 +134,8 @@ def depth_coupling(
     """
     change = Change(without, metric)
     if method == "auto":
+        # Once, as it may warn.
+        k = fitting_k(k, trace.d_model)
         method = "jacobians" if change.provenance else plan(trace, k).cheaper
     if method == "products" and change.provenance:
         raise ValueError(

@@ -277,14 +277,22 @@ def decompose_each(
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
-        if options.method == "products":
-            for request in group:
-                yield _decomposed_by_products(request, k_of_group, options)
-            continue
+        by_products = options.method == "products"
         sizes = MapSizes.from_trace(
-            trace, n, n, k_of_group, n_maps=n_maps, n_prompts=len(group)
+            trace,
+            n,
+            n,
+            k_of_group,
+            n_maps=n_maps,
+            n_prompts=1 if by_products else len(group),
+            # By products no Jacobian is kept.
+            rows_are_columns=not by_products,
         )
         budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
+        if by_products:
+            for request in group:
+                yield _decomposed_by_products(request, k_of_group, options, budget)
+            continue
         matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
         shelf = Shelf(n * len(group), matrix, budget.keeps_in_memory)
         computed = _computed_in_turns(group, options, function, budget, shelf)
@@ -309,16 +317,16 @@ def decompose_sides(
         (decomposed,) = decompose_each([Request(trace, columns)], k, options)
         return decomposed, decomposed
     k = fitting_k(k, trace.d_model)
-    if options.method == "products":
-        requests = [Request(trace, rows), Request(trace, columns)]
-        read, decomposed = [
-            _decomposed_by_products(request, k, options) for request in requests
-        ]
-        return read, decomposed
     sizes = MapSizes.from_trace(
         trace, len(rows), len(columns), k, rows_are_columns=False
     )
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
+    if options.method == "products":
+        requests = [Request(trace, rows), Request(trace, columns)]
+        read, decomposed = [
+            _decomposed_by_products(request, k, options, budget) for request in requests
+        ]
+        return read, decomposed
     computed = _computed_in_turns(
         [Request(trace, [*columns, *rows])], options, budget=budget
     )
@@ -398,13 +406,13 @@ def _computed_in_turns(
 
 
 def _decomposed_by_products(
-    request: Request, k: int, options: JacobianOptions
+    request: Request, k: int, options: JacobianOptions, budget: Budget
 ) -> Decomposed:
     """Decompose Jacobians that are never formed, one after the other."""
     trace, connections = request
     n_triplets = min(k + 1, trace.d_model)
     found = [
-        matrix_free(trace, connection, n_triplets, options.chunk_size)
+        matrix_free(trace, connection, n_triplets, budget.chunk_size)
         for connection in with_progress(connections, options.progress, "products")
     ]
     return Decomposed(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from tl_coupling.arguments import Count, checked
@@ -259,7 +260,8 @@ class _Planned:
         model = traced.model if isinstance(traced, Trace) else traced
         blocks = list(getattr(model, "blocks", model.children()))
         cfg = getattr(model, "cfg", None)
-        held_itemsize = next(model.parameters()).element_size()
+        # A network need not have parameters.
+        held_itemsize = next(model.parameters(), torch.empty(0)).element_size()
         return cls(
             name=_name(traced),
             blocks=blocks,
