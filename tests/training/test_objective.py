@@ -163,6 +163,101 @@ def test_bad_input_is_refused() -> None:
         tlc.training.coupling(blocks, lambda: None, K)
 
 
+class PostNorm(nn.Module):
+    """`Y = norm(H + mlp(H))`, `H = norm(X + A X)`, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(2))
+        self.mix = nn.Linear(12, 12)
+        self.mlp = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x + self.mix(x))
+        return self.norms[1](h + self.mlp(h))
+
+    def branches(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x + self.mix(x))
+        return self.mix(x) + self.mlp(h)
+
+
+def test_of_post_norm_blocks_it_is_that_of_their_branches() -> None:
+    """Not of `block(X) − X`, which holds −I: value, and gradient by differences."""
+    torch.manual_seed(0)
+    network = nn.Sequential(*[PostNorm() for _ in range(3)]).double()
+    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    constant = {"frames": "differentiated", "activations": "differentiated"}
+
+    def naive() -> float:
+        J = []
+        stream = x
+        with torch.no_grad():
+            for block in network:
+                J.append(
+                    torch.autograd.functional.jacobian(block.branches, stream[0, -1])
+                )
+                stream = block(stream)
+        return naive_coupling(J, J)
+
+    with pytest.warns(UserWarning, match="normalises the stream itself"):
+        value = tlc.training.coupling(list(network), lambda: network(x), K, **constant)
+    assert value.item() == pytest.approx(naive(), abs=1e-10)
+    value.backward()
+    weight = network[0].mix.weight
+    assert weight.grad is not None
+    predicted = float(weight.grad[2, 5])
+    quotients = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            weight[2, 5] += step
+            quotients.append(naive())
+            weight[2, 5] -= step
+    slope = (quotients[0] - quotients[1]) / 2e-5
+    assert predicted == pytest.approx(slope, rel=1e-4, abs=1e-8)
+
+
+def test_what_is_not_the_function_that_ran_is_refused() -> None:
+    """A prefix that lies in a cache, dropout in eval mode, several inputs, 16 bits."""
+    model = tiny.huggingface_model("llama")
+    model.set_attn_implementation("sdpa")
+    blocks = tiny.layers_of(model)
+    for n_known in (3, 5):
+        cache = model(IDS[:, :n_known], use_cache=True).past_key_values
+        with pytest.raises(tlc.gradients.StepError, match="with a key/value cache"):
+            tlc.training.jacobians(
+                blocks,
+                lambda: model(IDS[:, n_known:], past_key_values=cache),  # noqa: B023
+            )
+
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + nn.functional.dropout(torch.tanh(super().forward(x)), 0.3)
+
+    network = nn.Sequential(Dropping(12, 12), Dropping(12, 12))
+    x = torch.randn(1, 3, 12)
+    with pytest.raises(tlc.gradients.StepError, match="draws random numbers"):
+        tlc.training.coupling(list(network), lambda: network(x), K)
+    with pytest.raises(
+        ValueError, match=r"one input, got a stream of shape \[2, 6, 32\]"
+    ):
+        tlc.training.jacobians(blocks, lambda: model(IDS.repeat(2, 1)))
+    half = tiny.huggingface_model("llama", dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="`J` must be float32 or float64"):
+        objective(half)
+
+
+def test_autocast_within_run_is_no_other_function() -> None:
+    model = tiny.huggingface_model("llama")
+    blocks = tiny.layers_of(model)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(IDS)
+
+    value = tlc.training.coupling(blocks, run, K).item()
+    assert value == pytest.approx(objective(model).item(), abs=0.02)
+
+
 # --- what it does to a model
 
 

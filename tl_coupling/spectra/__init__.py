@@ -6,6 +6,7 @@ from tl_coupling.spectra.checks import (
     check_cut,
     check_entries,
     check_k,
+    check_kind,
     check_matrices,
     fitting_k,
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,11 +12,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.blocks import BlockCall, hidden_states
-from tl_coupling.spectra import fitting_k
+from tl_coupling.blocks import BlockCall, BlockFunction, StepError
+from tl_coupling.jacobians import Function
+from tl_coupling.spectra import check_kind, fitting_k
 from tl_coupling.training.measuring import undisturbed
 
 Frames = Literal["detached", "differentiated"]
+# How far a block, called again, may be from what it added before, as shares of that and
+# of the stream: autocast within `run` is nearer, another draw of dropout is not.
+_SHARE_OF_STEP = 0.1
+_SHARE_OF_STREAM = 0.01
 
 
 @checked
@@ -35,8 +41,9 @@ def coupling(
 
     It is `depth_coupling(…).mean(k)` at the same inputs, averaged over positions, with
     a gradient to the parameters: add it to a loss to lower coupling, subtract it to
-    raise it. The model runs once more, in eval mode, and the caller's graph is left
-    alone: gradients accumulate as those of any other term.
+    raise it. Of post-norm blocks it is that of the branches before their norms, as
+    there. The model runs once more, in eval mode, and the caller's graph is left alone:
+    gradients accumulate as those of any other term.
 
     Args:
         blocks, run: as in `measure`.
@@ -53,10 +60,13 @@ def coupling(
         chunk_size: rows of a Jacobian that are computed at a time; all by default.
 
     Raises:
-        ValueError: fewer than two blocks, a k or position out of range, or a run that
-            does not call each block once, on one input.
+        ValueError: fewer than two blocks, a k or position out of range, a run that does
+            not call each block once, on one input, or a block that normalises the
+            stream by something else than a module that is called on it.
+        StepError: a block that adds something else when it is called again.
+        TypeError: a model in 16 bits.
 
-    Cost: a forward pass of each block and `d_model` backward passes of it for each
+    Cost: two forward passes of each block and `d_model` backward passes of it for each
     position, whose graph is kept; then the backward pass through them. It grows with
     the prompt: a few positions of short inputs do.
 
@@ -72,7 +82,12 @@ def coupling(
     if len(list(blocks)) < 2:
         raise ValueError(f"`blocks` must be two or more, got {len(list(blocks))}")
     J = jacobians(
-        blocks, run, positions=positions, activations=activations, chunk_size=chunk_size
+        blocks,
+        run,
+        positions=positions,
+        activations=activations,
+        chunk_size=chunk_size,
+        function="branches",
     )
     return torch.stack(
         [coupling_of_jacobians(J_t, k, frames=frames) for J_t in J]
@@ -87,6 +102,7 @@ def jacobians(
     positions: Sequence[int] = (-1,),
     activations: Frames = "differentiated",
     chunk_size: Count | None = None,
+    function: Function = "block",
 ) -> Float[Tensor, "n_positions n_blocks d_model d_model"]:
     r"""Return block Jacobians that can be differentiated, for objectives of one's own.
 
@@ -97,10 +113,12 @@ def jacobians(
     Args:
         blocks, run: as in `measure`.
         positions, activations, chunk_size: as in `coupling`.
+        function: as in `block_jacobian`.
 
     Raises:
         ValueError: a position out of range, or a run that does not call each block once,
-            on one input.
+            on one input; "branches" as in `block_jacobian`.
+        StepError: a block that adds something else when it is called again.
 
     Cost: as `coupling`.
 
@@ -116,14 +134,17 @@ def jacobians(
     if not positions:
         raise ValueError("`positions` is empty: wanted at least one token")
     with _evaluated_with_gradients(modules):
-        calls = _recorded_calls(modules, run)
+        functions = _recorded(modules, run)
         if activations == "detached":
-            calls = [(call, X.detach()) for call, X in calls]
-        n_pos = len(calls[0][1])
+            functions = [replace(block, X=block.X.detach()) for block in functions]
+        if function == "branches":
+            with torch.no_grad():
+                functions = [block.branches() for block in functions]
+        n_pos = len(functions[0].X)
         of_positions = []
         for position in positions:
             t = _index(position, n_pos)
-            of_blocks = [_jacobian(*call, t, chunk_size) for call in calls]
+            of_blocks = [_jacobian(block, t, chunk_size) for block in functions]
             of_positions.append(torch.stack(of_blocks))
         return torch.stack(of_positions)
 
@@ -151,44 +172,64 @@ def _evaluated_with_gradients(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _recorded_calls(
+def _recorded(
     blocks: Sequence[nn.Module], run: Callable[[], object]
-) -> list[tuple[BlockCall, Float[Tensor, "n_pos d_model"]]]:
-    """Return the call of each block, and the stream that entered it, with its graph."""
-    calls: list[tuple[BlockCall, Tensor]] = []
+) -> list[BlockFunction]:
+    """Return what each block adds to the stream that entered it, which keeps its graph."""
+    functions: list[BlockFunction] = []
+    entered: list[tuple[BlockCall, Tensor]] = []
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_input(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         call, residual = BlockCall.captured(module, args, kwargs)
+        if not call.holds(residual):
+            raise ValueError(
+                "`run` must run the model on one input, got a stream of shape "
+                f"{list(residual.shape)}"
+            )
+        if call.dropped_cache is not None:
+            raise StepError(
+                f"a block was called with a key/value cache (`{call.dropped_cache}`), "
+                "which is left out here: run the whole sequence without it "
+                "(`use_cache=False`), prefix included"
+            )
         # A block may add to the stream in place.
-        calls.append((call, call.rows(residual.clone())))
+        entered.append((call, call.rows(residual.clone())))
+
+    def note_output(_module: nn.Module, _args: object, output: object) -> None:
+        call, X = entered[-1]
+        step = call.rows(output).detach() - X.detach()
+        functions.append(BlockFunction(len(functions), call, X, step))
 
     with ExitStack() as hooks:
         for block in blocks:
-            hooks.enter_context(block.register_forward_pre_hook(note, with_kwargs=True))
+            hooks.enter_context(
+                block.register_forward_pre_hook(note_input, with_kwargs=True)
+            )
+            hooks.enter_context(block.register_forward_hook(note_output))
         run()
-    called = [call.module for call, _ in calls]
+    called = [function.call.module for function in functions]
     if called != list(blocks):
         raise ValueError(
             f"`run` must call each of the {len(blocks)} blocks once, in their order, got "
             f"{len(called)} calls"
         )
-    return calls
+    return functions
 
 
 def _jacobian(
-    call: BlockCall,
-    X: Float[Tensor, "n_pos d_model"],
-    t: int,
-    chunk_size: int | None,
+    block: BlockFunction, t: int, chunk_size: int | None
 ) -> Float[Tensor, "d_model d_model"]:
     """Return `∂ f(X)_t / ∂ x_t` with a graph to the parameters and to X."""
+    X = block.X
     d_model = X.shape[1]
     # Zero, and a leaf: the stream itself keeps its own graph.
     moved = X.new_zeros(d_model, requires_grad=True)
     row = torch.zeros(len(X), 1, dtype=X.dtype, device=X.device)
     row[t] = 1
-    stream = X + row * moved
-    y = hidden_states(call(stream))[t] - stream[t]
+    y = block.added(X + row * moved)[t]
+    _check_step(block, t, y.detach())
     rows = torch.eye(d_model, dtype=y.dtype, device=y.device)
     parts = [
         torch.autograd.grad(y, moved, seeds, create_graph=True, is_grads_batched=True)[
@@ -197,6 +238,20 @@ def _jacobian(
         for seeds in rows.split(chunk_size or d_model)
     ]
     return torch.cat(parts)
+
+
+def _check_step(block: BlockFunction, t: int, y: Float[Tensor, " d_model"]) -> None:
+    """Raise StepError where a block adds something else than when `run` called it."""
+    step = block.step[t]
+    largest = (
+        _SHARE_OF_STEP * step.norm() + _SHARE_OF_STREAM * block.X[t].detach().norm()
+    )
+    if (y - step).norm() > largest:
+        raise StepError(
+            f"block {block.layer}, called again, adds something else at token {t} than "
+            "when `run` called it: it draws random numbers in eval mode, or keeps a "
+            "state from call to call"
+        )
 
 
 @checked
@@ -216,6 +271,7 @@ def coupling_of_jacobians(
 
     Raises:
         ValueError: fewer than two Jacobians, or a k out of range.
+        TypeError: Jacobians in 16 bits, which have no SVD: `J.float()` has.
 
     Cost: an SVD of each, and `2 n_blocks² k d_model²` flops.
 
@@ -227,6 +283,7 @@ def coupling_of_jacobians(
     """
     if len(J) < 2:
         raise ValueError(f"`J` must hold two or more Jacobians, got {len(J)}")
+    check_kind(J)
     k = fitting_k(k, J.shape[-1])
     decomposed = J.detach() if frames == "detached" else J
     U, _, Vh = torch.linalg.svd(decomposed)
