@@ -180,6 +180,7 @@ def fitting(
             for name in ("coupling", "eigenvalues", "products")
         },
         "plot_ablation": {"result": object.__new__(directions.Ablation)},
+        "plot_rotation": {"result": object.__new__(directions.Rotation)},
         "plot_steering": {"result": object.__new__(directions.Steering)},
         "plot_subspace": {"result": object.__new__(directions.Subspace)},
         "lens_audit": {"lens": LENS},

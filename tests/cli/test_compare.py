@@ -42,6 +42,19 @@ def test_a_model_beside_its_untrained_twin(call, folder_model, prompts, tmp_path
     assert "paired, over the same prompts" in streams.out
 
 
+def test_products_give_the_same_comparison(call, folder_model, prompts, tmp_path):
+    options = {"model": folder_model, "prompts": prompts, "k": 2}
+    results = []
+    for method in ("jacobians", "products"):
+        out = tmp_path / method
+        call("compare", "--other-untrained", **options, method=method, out=out)
+        results.append(Comparison.load(out / "comparison-k2.nc"))
+    exact, found = results
+    assert found.provenance != exact.provenance
+    assert found.mean_difference == pytest.approx(exact.mean_difference, abs=1e-4)
+    assert found.interval == pytest.approx(exact.interval, abs=1e-4)
+
+
 def test_one_must_say_what_to_compare_with(call, folder_model):
     streams = call("compare", "--model", str(folder_model), status=2)
     assert "say what to compare with: --other-model" in streams.err

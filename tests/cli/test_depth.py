@@ -246,6 +246,21 @@ def test_what_is_done_to_jacobians_is_an_option(
     assert found.provenance["metric"] == expected.provenance["metric"]
 
 
+def test_products_in_place_of_jacobians_are_an_option(
+    call, folder_model: Path, tmp_path: Path
+) -> None:
+    options = {"model": folder_model, "prompt": "w3 w4 w5", "k": [2]}
+    call("depth", **options, method="products", out=tmp_path / "out")
+    found = tlc.CouplingMap.load(tmp_path / "out" / "depth.nc")
+    assert "Krylov" in found.provenance["svd"]
+    model = tlc.load_model(str(folder_model))
+    expected = tlc.depth_coupling(tlc.trace(model, "w3 w4 w5"), 2)
+    torch.testing.assert_close(found.coupling(), expected.coupling(), rtol=0, atol=1e-4)
+    options |= {"without": "identity", "method": "products"}
+    refused = call("depth", **options, out=tmp_path / "refused", status=2)
+    assert "need the Jacobians" in " ".join(refused.err.split())
+
+
 def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> None:
     """With the twin, over two prompts; the orientation that was asked for is that of
     the maps.

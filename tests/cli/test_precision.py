@@ -270,6 +270,15 @@ def test_bad_precisions(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "changed", [{"without": "identity"}, {"metric": "stream"}, {"method": "products"}]
+)
+def test_settings_that_are_not_of_whole_jacobians_are_refused(changed) -> None:
+    settings = tlc.Settings(**changed)
+    with pytest.raises(ValueError, match="leave `without`, `metric` and `method` out"):
+        precision_sweep("gpt2", ["float32", "bfloat16"], settings=settings)
+
+
 def test_without_bitsandbytes_nothing_is_begun(
     call, folder_model: Path, tmp_path: Path, monkeypatch
 ) -> None:

@@ -131,6 +131,12 @@ def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) ->
 
 
 @pytest.mark.long("starts worker processes")
+def test_the_method_is_an_option(call, options, tmp_path: Path) -> None:
+    call(*options, "--method", "products", "--n", 1)
+    attributes = open_survey(tmp_path / "out" / "units").load().attrs
+    assert json.loads(attributes["provenance"])["method"] == "products"
+
+
 def test_workers_give_the_same_values(call, options, tmp_path: Path) -> None:
     call(*options, "--n", 2)
     of_one_run = open_survey(tmp_path / "out" / "units").load()

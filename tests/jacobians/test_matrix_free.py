@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.jacobians.matrix_free import WAY, _estimated_norm
+from tl_coupling.jacobians.matrix_free import WAY, _estimated_norm, matrix_free
 from tl_coupling.spectra import Products, Spectrum, triplets_of_products
 
 D = 128
@@ -132,6 +132,20 @@ def test_rows_and_columns_of_their_own_are_the_same_map(wide_trace):
     whole = tlc.depth_coupling(wide_trace, K, method="products")
     row = tlc.depth_coupling(wide_trace, K, rows=[1], cols=[0, 1], method="products")
     torch.testing.assert_close(row.coupling(), whole.coupling()[1:])
+    torch.testing.assert_close(row.singular_values, whole.singular_values[1:])
+    assert row.provenance["paths"] == whole.provenance["paths"]
+
+
+def test_a_layer_that_is_row_and_column_is_decomposed_once(wide_trace, monkeypatch):
+    decomposed = []
+
+    def counted(trace, connection, *args):
+        decomposed.append(connection.layer)
+        return matrix_free(trace, connection, *args)
+
+    monkeypatch.setattr("tl_coupling.jacobians.decomposed.matrix_free", counted)
+    tlc.depth_coupling(wide_trace, K, rows=[1], cols=[1, 0], method="products")
+    assert sorted(decomposed) == [0, 1]
 
 
 def test_several_tokens_and_a_mean_take_products_too(wide_trace):
@@ -139,6 +153,36 @@ def test_several_tokens_and_a_mean_take_products_too(wide_trace):
     found = tlc.depth_coupling(wide_trace, K, position=positions, method="products")
     exact = tlc.depth_coupling(wide_trace, K, position=positions)
     torch.testing.assert_close(found.coupling(), exact.coupling(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("position", [-1, [2, 4]])
+def test_means_over_prompts_take_products_too(wide_trace, position):
+    traces = [wide_trace, tlc.trace(wide_trace.model, wide_trace.tokens.flip(0))]
+    found, exact = (
+        tlc.mean_depth_coupling(traces, K, position, method=method)
+        for method in ("products", "jacobians")
+    )
+    assert found.provenance["method"] == "products"
+    assert "method" not in exact.provenance
+    for of_pairs in ("coupling", "spread"):
+        difference = getattr(found, of_pairs)() - getattr(exact, of_pairs)()
+        assert difference.abs().max() <= 1e-4
+
+
+def test_both_orientations_are_of_the_same_triplets(wide_trace, monkeypatch):
+    decomposed = []
+
+    def counted(*args):
+        decomposed.append(args)
+        return matrix_free(*args)
+
+    exact = tlc.comparisons.depth_couplings(wide_trace, K)
+    monkeypatch.setattr("tl_coupling.jacobians.decomposed.matrix_free", counted)
+    found = tlc.comparisons.depth_couplings(wide_trace, K, method="products")
+    assert len(decomposed) == tiny.N_LAYERS
+    for orientation in ("ujv", "vju"):
+        difference = found[orientation].coupling() - exact[orientation].coupling()
+        assert difference.abs().max() <= 1e-4
 
 
 def test_a_block_without_products_is_decomposed_in_full(tiny_trace):
@@ -174,12 +218,19 @@ def test_auto_takes_what_the_plan_says(wide_trace, tokenizer_folder):
     assert sum(by_products.flops.values()) < sum(plan.flops.values())
     found = tlc.depth_coupling(trace, 1, method="auto")
     assert WAY in found.provenance["svd"]
+    mean = tlc.mean_depth_coupling([trace, trace], 1, method="auto")
+    assert mean.provenance["method"] == "products"
     found = tlc.depth_coupling(wide_trace, K, method="auto")
     assert WAY not in found.provenance["svd"]
     changed = tlc.depth_coupling(wide_trace, K, without="identity", method="auto")
     assert WAY not in changed.provenance["svd"]
-    with pytest.raises(ValueError, match="need the Jacobians"):
-        tlc.depth_coupling(wide_trace, K, without="identity", method="products")
+    for measure in (
+        tlc.depth_coupling,
+        tlc.comparisons.depth_couplings,
+        lambda trace, k, **options: tlc.mean_depth_coupling([trace], k, **options),
+    ):
+        with pytest.raises(ValueError, match="need the Jacobians"):
+            measure(wide_trace, K, without="identity", method="products")
 
 
 @pytest.mark.parametrize("chosen", [{}, {"rows": [0]}, {"position": [3, -1]}])

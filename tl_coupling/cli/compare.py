@@ -15,6 +15,7 @@ from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
     Comparing,
+    Method,
     OneModel,
     Out,
     Prompts,
@@ -22,6 +23,7 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.cli.tables import table_of
 from tl_coupling.comparisons import Comparison, CouplingMap
+from tl_coupling.jacobians import AnyMethod
 from tl_coupling.prompts import Prompt, load_prompts
 from tl_coupling.results import RANDOM_SUBSPACES
 
@@ -54,6 +56,7 @@ def compare(
             help=f"Token position; negative counts from the end. {OWN_POSITION}"
         ),
     ] = None,
+    method: Method = "jacobians",
     out: Out = OUT,
 ) -> None:
     """Compare the coupling of two models, revisions or prompt sets.
@@ -81,7 +84,9 @@ def compare(
     with work_in(out) as work:
         measured = []
         for side in (first, second):
-            measure = partial(side.maps, comparing=comparing, position=position)
+            measure = partial(
+                side.maps, comparing=comparing, position=position, method=method
+            )
             measured.append(work.measured_as(side.role, side.setup, measure))
         a, b = measured
         # A narrow model has fewer singular vectors than its neighbour.
@@ -128,7 +133,11 @@ class _Measured:
         return _Measured(setup, role, other_prompts)
 
     def maps(
-        self, run: Run, comparing: Comparing, position: int | None
+        self,
+        run: Run,
+        comparing: Comparing,
+        position: int | None,
+        method: AnyMethod,
     ) -> list[CouplingMap]:
         """Return the map of each prompt."""
         return [
@@ -137,6 +146,7 @@ class _Measured:
                 comparing.largest,
                 own_position(prompt, position),
                 comparing.orientation,
+                method=method,
                 progress=partial(run.bar, "layers"),
             )
             for prompt in run.bar("prompts", self.prompts)

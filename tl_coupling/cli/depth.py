@@ -94,6 +94,8 @@ def depth(
 
       tl-coupling depth --without identity --untrained --out rest
 
+      tl-coupling depth --model gpt2 --k 4 --method products --out few
+
       tl-coupling depth --model google/vit-base-patch16-224 --image cat.jpg --out vit
     """
     if maps:
@@ -105,6 +107,7 @@ def depth(
             "--position": position is not None,
             "--without": changing.without is not None,
             "--metric": changing.metric is not None,
+            "--method": changing.method != "jacobians",
             "--untrained": untrained,
             "--save-maps": save_maps,
             "--all-measures": choosing.all_measures,
@@ -317,6 +320,7 @@ class DepthMeasurement:
             self._settings.orientations,
             without=self.changing.without,
             metric=metric,
+            method=self.changing.method,
             progress=partial(run.bar, "layers"),
         )
         return list(maps.values())

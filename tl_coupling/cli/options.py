@@ -11,6 +11,7 @@ import typer
 from torch import nn
 
 from tl_coupling.blocks import Trace, trace
+from tl_coupling.jacobians import AnyMethod
 from tl_coupling.measures import MEASURES, Orientation
 from tl_coupling.models import (
     EMBEDDED_MODEL,
@@ -30,6 +31,13 @@ Position = Annotated[
 ]
 # What help says of a position that is chosen by the kind of prompt.
 OWN_POSITION = "[the last; of an image the class token, 0]"
+Method = Annotated[
+    AnyMethod,
+    typer.Option(
+        help="Form Jacobians, or take products with vectors alone, for wide models and "
+        "small k; auto: what takes less."
+    ),
+]
 Out = Annotated[
     Path, typer.Option(help="Folder for results and pictures.", file_okay=False)
 ]
@@ -209,7 +217,7 @@ class Comparing:
 
 @dataclass(frozen=True)
 class Changing:
-    """What is done to Jacobians before they are compared."""
+    """How Jacobians are known, and what is done to them before they are compared."""
 
     without: Annotated[
         Literal["identity"] | None,
@@ -225,10 +233,11 @@ class Changing:
             "prompts has the same size in every direction. [the model's own]"
         ),
     ] = None
+    method: Method = "jacobians"
 
 
 @dataclass(frozen=True)
-class Measuring(Comparing, Changing, Tracing):
+class Measuring(Comparing, Tracing):
     """How prompts are measured."""
 
     position: Position = -1
@@ -242,8 +251,6 @@ class Measuring(Comparing, Changing, Tracing):
             orientation=self.orientation,
             final_norm=self.final_norm,
             prepend_bos=self.prepend_bos,
-            without=self.without,
-            metric=self.metric,
         )
 
 
@@ -279,7 +286,7 @@ class Choosing:
 
 
 @dataclass(frozen=True)
-class Sweep(Measuring, Setup, Choosing):
+class Sweep(Measuring, Changing, Setup, Choosing):
     """How models are measured across checkpoints."""
 
     checkpoint: Annotated[
@@ -310,7 +317,14 @@ class Sweep(Measuring, Setup, Choosing):
     def settings(self) -> Settings:
         """The settings of the library."""
         settings = self.settings_for(super().settings)
-        return replace(settings, dynamics=self.dynamics, carriers=self.carriers)
+        return replace(
+            settings,
+            without=self.without,
+            metric=self.metric,
+            method=self.method,
+            dynamics=self.dynamics,
+            carriers=self.carriers,
+        )
 
     @property
     def checkpoints(self) -> list[Checkpoint] | None:

@@ -20,23 +20,21 @@ from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.jacobians import (
     DEFAULT_OPTIONS,
+    AnyMethod,
     Connection,
     Coupled,
     Decomposed,
     JacobianOptions,
     MemoryLimit,
-    Method,
     Passing,
     Request,
     chosen_layers,
     couple,
     decompose_each,
     decompose_sides,
-    plan,
 )
 from tl_coupling.measures import Change, Metric, Orientation, Without
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.spectra import fitting_k
 
 Positions: TypeAlias = int | Sequence[int] | Literal["all"]
 _ONE_TRACE = (
@@ -58,7 +56,7 @@ def depth_coupling(
     cols: Sequence[int] | None = None,
     without: Without | None = None,
     metric: Metric | None = None,
-    method: Method | Literal["auto"] = "jacobians",
+    method: AnyMethod = "jacobians",
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -133,15 +131,6 @@ def depth_coupling(
         (torch.Size([2, 2]), torch.Size([3]))
     """
     change = Change(without, metric)
-    if method == "auto":
-        # Once, as it may warn.
-        k = fitting_k(k, trace.d_model)
-        method = "jacobians" if change.provenance else plan(trace, k).cheaper
-    if method == "products" and change.provenance:
-        raise ValueError(
-            "`without` and `metric` need the Jacobians: leave them out, or take "
-            '`method="jacobians"`'
-        )
     if not isinstance(position, int):
         if rows is not None or cols is not None:
             raise ValueError(
@@ -184,6 +173,7 @@ def mean_depth_coupling(
     layers: Sequence[int] | None = None,
     without: Without | None = None,
     metric: Metric | None = None,
+    method: AnyMethod = "jacobians",
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -192,9 +182,10 @@ def mean_depth_coupling(
 
     Args:
         traces: traced prompts, from a list or a generator.
-        k, position, orientation, layers, without, metric, chunk_size, max_memory: as in
+        k, position, orientation, layers, without, metric, method: as in
             `depth_coupling`, with the same errors and warnings, for each prompt. Of
             several positions each prompt counts with its mean over tokens.
+        chunk_size, max_memory: as in `depth_coupling`.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
             a terminal or notebook; `False` for none.
 
@@ -218,7 +209,7 @@ def mean_depth_coupling(
     """
     # The bar counts prompts, and Jacobians of one have none.
     change = Change(without, metric)
-    options = JacobianOptions(chunk_size, max_memory, False, change)
+    options = JacobianOptions(chunk_size, max_memory, False, change, method)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     if not isinstance(position, int):
         return MeanCouplingMap.over(
@@ -230,6 +221,7 @@ def mean_depth_coupling(
                 layers=layers,
                 without=without,
                 metric=metric,
+                method=method,
                 chunk_size=chunk_size,
                 max_memory=max_memory,
                 progress=False,
@@ -275,6 +267,7 @@ def depth_couplings(
     layers: Sequence[int] | None = None,
     without: Without | None = None,
     metric: Metric | None = None,
+    method: AnyMethod = "jacobians",
     chunk_size: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
@@ -291,7 +284,7 @@ def depth_couplings(
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
     change = Change(without, metric)
-    options = JacobianOptions(chunk_size, max_memory, progress, change)
+    options = JacobianOptions(chunk_size, max_memory, progress, change, method)
     # `max_memory` holds for the maps of all orientations together.
     (decomposed,) = decomposed_layers(
         [trace], k, position, layers, options, len(orientations)
@@ -507,11 +500,14 @@ def _maps(
     # Only columns give singular vectors, which a cut may leave arbitrary.
     columns.check_cut()
     coupled = couple(rows, columns, orientations)
+    # Means over prompts drop what `svd` says of each.
+    method = {} if columns.products is None else {"method": "products"}
     # Only Jacobians of a caller's making have none (`jacobian_coupling`).
     assert columns.trace is not None
     all_provenance = {
         **columns.trace.provenance,
         **provenance,
+        **method,
         "paths": columns.paths | rows.paths,
         "svd": columns.leading.method,
     }

@@ -6,9 +6,11 @@ Products with them never build the matrix; a plan says what they take.
 # ruff: noqa: F401
 from tl_coupling.jacobians.budget import (
     DEFAULT_OPTIONS,
+    AnyMethod,
     JacobianOptions,
     MemoryLimit,
     Method,
+    check_method,
 )
 from tl_coupling.jacobians.chains import PulledBack, pulled_back
 from tl_coupling.jacobians.connections import (

@@ -50,6 +50,19 @@ def format_bytes(size: int | float) -> str:
 
 # How singular triplets and coupling matrices are computed.
 Method = Literal["jacobians", "products"]
+# As public functions take it: "auto" is the one that takes less.
+AnyMethod = Literal[Method, "auto"]
+
+
+def check_method(method: AnyMethod, changes_jacobians: bool) -> None:
+    """Raise ValueError where Jacobians are changed that are not formed."""
+    if method == "products" and changes_jacobians:
+        raise ValueError(
+            "`without` and `metric` need the Jacobians: leave them out, or take "
+            '`method="jacobians"`'
+        )
+
+
 # How much memory may be taken: bytes, or "3GiB".
 MemoryLimit = Annotated[int | str, n_bytes]
 
@@ -64,14 +77,27 @@ class JacobianOptions:
         progress: wraps the loop over Jacobians; by default a bar in a terminal or
             notebook, `False` for none.
         change: what is done to each Jacobian before it is decomposed.
-        method: whether Jacobians are formed, or known by their products with vectors.
+        method: whether Jacobians are formed, or known by their products with vectors;
+            `"auto"` is decided for each trace.
+
+    Raises:
+        ValueError: a change of Jacobians that are not formed.
     """
 
     chunk_size: int | None = None
     max_memory: int | str | None = None
     progress: Progress | None = None
     change: Change | None = None
-    method: Method = "jacobians"
+    method: AnyMethod = "jacobians"
+
+    def __post_init__(self) -> None:
+        """Raise where a change needs what is not formed."""
+        check_method(self.method, self.changes_jacobians)
+
+    @property
+    def changes_jacobians(self) -> bool:
+        """Whether anything is done to Jacobians before they are decomposed."""
+        return self.change is not None and bool(self.change.provenance)
 
 
 DEFAULT_OPTIONS = JacobianOptions()

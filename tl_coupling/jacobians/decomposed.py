@@ -6,7 +6,7 @@ takes them from here: from a `Decomposed`, which holds what is needed again, or 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
 from tl_coupling.jacobians.jacobian_cache import Shelf
 from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
 from tl_coupling.jacobians.matrix_free import matrix_free
+from tl_coupling.jacobians.plan import plan
 from tl_coupling.progress import with_progress
 from tl_coupling.spectra import (
     Matrix,
@@ -112,6 +113,19 @@ class Decomposed:
         if self.taken_from is None:
             raise ValueError("these Jacobians were not kept")
         return self.taken_from(i)
+
+    def some(self, connections: Sequence[Connection]) -> "Decomposed":
+        """Return some connections of those whose products are known, in another order."""
+        assert self.products is not None
+        index = [self.connections.index(connection) for connection in connections]
+        return replace(
+            self,
+            connections=connections,
+            spectra=self.spectra[index],
+            frobenius_norms=self.frobenius_norms[index],
+            paths={str(c): self.paths[str(c)] for c in connections},
+            products=[self.products[i] for i in index],
+        )
 
     def parts(self) -> Iterator["Part | ProductsPart"]:
         """Yield the Jacobians, or their products, one at a time."""
@@ -277,7 +291,7 @@ def decompose_each(
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
-        by_products = options.method == "products"
+        by_products = _is_by_products(trace, k_of_group, options)
         sizes = MapSizes.from_trace(
             trace,
             n,
@@ -321,18 +335,24 @@ def decompose_sides(
         trace, len(rows), len(columns), k, rows_are_columns=False
     )
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
-    if options.method == "products":
-        requests = [Request(trace, rows), Request(trace, columns)]
-        read, decomposed = [
-            _decomposed_by_products(request, k, options, budget) for request in requests
-        ]
-        return read, decomposed
+    if _is_by_products(trace, k, options):
+        # What is in both is decomposed once.
+        every = list(dict.fromkeys([*columns, *rows]))
+        decomposed = _decomposed_by_products(Request(trace, every), k, options, budget)
+        return decomposed.some(rows), decomposed.some(columns)
     computed = _computed_in_turns(
         [Request(trace, [*columns, *rows])], options, budget=budget
     )
     column_jacobians = islice(computed, len(columns))
     (decomposed,) = _decomposed([Request(trace, columns)], column_jacobians, k, budget)
     return Passing(rows, computed), decomposed
+
+
+def _is_by_products(trace: Trace, k: int, options: JacobianOptions) -> bool:
+    """Say whether Jacobians of a trace are known by their products with vectors."""
+    if options.method == "auto" and not options.changes_jacobians:
+        return plan(trace, k).cheaper == "products"
+    return options.method == "products"
 
 
 def sharing_a_reading(requests: Iterable[Request]) -> Iterator[list[Request]]:

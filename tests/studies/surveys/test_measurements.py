@@ -290,6 +290,23 @@ def test_changes_of_jacobians_reach_the_measures(model) -> None:
         tlc.Survey("gpt2", PROMPTS, settings=settings, prompts_per_unit=1)
 
 
+def test_products_in_place_of_jacobians_give_the_same_coupling(model) -> None:
+    settings = Settings(k=(2, 3), orientation=("ujv", "vju"), window=1)
+    exact = measure_prompts(model, PROMPTS, settings)
+    by_products = replace(settings, method="products")
+    found = measure_prompts(model, PROMPTS, by_products)
+    assert json.loads(found.attrs["provenance"])["method"] == "products"
+    np.testing.assert_allclose(found["coupling"], exact["coupling"], atol=1e-4)
+    np.testing.assert_allclose(
+        found["mean_coupling"], exact["mean_coupling"], atol=1e-4
+    )
+    assert by_products.as_plan()["method"] == "products"
+    # Surveys that were begun before there was a choice go on.
+    assert "method" not in settings.as_plan()
+    with pytest.raises(ValueError, match="need the Jacobians"):
+        Settings(method="products", metric="stream")
+
+
 @pytest.mark.parametrize(
     ("n_layers", "wanted", "width"), [(1, 11, 1), (4, 11, 3), (5, 11, 5), (5, 3, 3)]
 )
@@ -424,7 +441,7 @@ def test_settings_that_no_model_fits_are_refused_at_once(
 def test_settings_survive_json() -> None:
     plan = SMALL.as_plan()
     assert json.loads(json.dumps(plan)) == plan
-    added_later = {"without": "identity", "metric": "stream"}
+    added_later = {"without": "identity", "metric": "stream", "method": "auto"}
     whole = replace(SMALL, dynamics=True, carriers=True, **added_later).as_plan()
     assert whole.keys() == Settings.__dataclass_fields__.keys()
 

@@ -135,6 +135,7 @@ def _measure_prompt(
         settings.orientations,
         without=settings.without,
         metric=metric,
+        method=settings.method,
         # `iter` shows no bar: there is one for the prompts.
         progress=iter,
     )

@@ -116,7 +116,7 @@ def precision_sweep(
             Changes are from the first. One of another class or of other sizes fails,
             and so does one that splits the prompts into other tokens.
         prompts: what is measured, as in `measure_prompts`.
-        settings: how, as there.
+        settings: how, as there, of whole Jacobians in one orientation.
         checkpoint: of the model.
         folder: where the result of each precision is written when it is done; a run
             there does what is missing. It holds `2 n_layers d_model k` numbers for each
@@ -145,8 +145,9 @@ def precision_sweep(
         `attrs["failed"]`.
 
     Raises:
-        ValueError: unknown precisions, fewer than two, or one twice; results of
-            something else in the folder.
+        ValueError: unknown precisions, fewer than two, or one twice; settings with
+            `without`, `metric` or another `method`; results of something else in the
+            folder.
         ModelError: the first precision could not be measured, or bitsandbytes is
             missing.
 
@@ -164,6 +165,15 @@ def precision_sweep(
         raise ValueError(
             "precisions are compared in one orientation, "
             f"got {', '.join(settings.orientations)}"
+        )
+    if (settings.without, settings.metric, settings.method) != (
+        None,
+        None,
+        "jacobians",
+    ):
+        raise ValueError(
+            "precisions are compared by whole Jacobians: leave `without`, `metric` and "
+            "`method` out of the settings"
         )
     sources = _sources(str(name), precisions, checkpoint)
     first = next(iter(sources))

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.jacobians import AnyMethod, check_method
 from tl_coupling.measures import MeasureName, Norm, Orientation, Without
 from tl_coupling.trajectories import Window
 
@@ -58,6 +59,12 @@ class Settings:
             without multiples of the identity.
         metric: `"stream"` for coupling in `measures.stream_metric` of all prompts, in
             each model's own stream.
+        method: as in `depth_coupling`: `"products"` forms no Jacobian for it, `"auto"`
+            none where that takes less.
+
+    Raises:
+        ValueError: no k, orientation or measure, or one twice; `method="products"`
+            beside `without` or `metric`, which need the Jacobians.
 
     Example:
         >>> settings = tlc.Settings(k=(2, 4), orientation=("ujv", "vju"), window=1)
@@ -81,6 +88,7 @@ class Settings:
     carriers: bool = False
     without: Without | None = None
     metric: Literal["stream"] | None = None
+    method: AnyMethod = "jacobians"
 
     def __post_init__(self) -> None:
         if not _are_different(self.k):
@@ -97,6 +105,8 @@ class Settings:
                 "`measures` must be different ones, one or more, "
                 f"got {list(self.measures)}"
             )
+        is_changed = self.without is not None or self.metric is not None
+        check_method(self.method, is_changed)
 
     @property
     def orientations(self) -> tuple[Orientation, ...]:
@@ -117,9 +127,9 @@ class Settings:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
         }
-        for added_later in ("dynamics", "carriers", "without", "metric"):
+        for added_later in ("dynamics", "carriers", "without", "metric", "method"):
             # Surveys that are older than these settings go on.
-            if not plan[added_later]:
+            if plan[added_later] in (False, None, "jacobians"):
                 del plan[added_later]
         return plan
 
