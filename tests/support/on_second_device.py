@@ -255,6 +255,55 @@ def test_trajectories(llama: Callable[[], nn.Module]) -> None:
     agree(of_trajectories, llama, TOKENS[:4])
 
 
+def of_interventions(model: nn.Module, given: Any) -> dict[str, Any]:
+    """What is done to the stream, and read off it, through the model's own hooks."""
+    prompts = ["w1 w2 w3 w8", "w4 w5 w6 w9 w10"]
+    traces = [tlc.trace(model, prompt) for prompt in (*prompts, given)]
+    subspace = tlc.directions.shared_subspace(traces, 2)
+    directions = tlc.directions.directions_of(traces[0], 1, k=2)
+    rotated = tlc.directions.rotate(model, prompts, n_draws=2)
+    ablated = tlc.directions.ablate(model, prompts, subspace, n_draws=2)
+    steered = tlc.directions.steer(model, prompts, directions, [0.5])
+    decoded = tlc.directions.decode(traces[0], 1, k=2)
+    return {
+        "rotated": float(rotated.loss_change[0].mean()),
+        "ablated": float(ablated.loss_change[0].mean()),
+        "steered": float(steered.kl.mean()),
+        "decoded": bool(repr(decoded)),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # Of few prompts.
+def test_interventions(llama: Callable[[], nn.Module]) -> None:
+    agree(of_interventions, llama, TOKENS)
+
+
+def of_products(model: nn.Module, given: Any) -> dict[str, Any]:
+    """Triplets and derivatives without matrices, and coupling in a metric."""
+    trace = tlc.trace(model, given)
+    M = tlc.measures.stream_metric([trace])
+    lens = tlc.trajectories.product_lens(
+        [trace], tokens="later", skip_first_positions=1
+    )
+    by_products = tlc.depth_coupling(trace, 2, method="products")
+    return {
+        "spectrum": tlc.block_spectrum(trace, 1, 2).S,
+        "products": by_products.coupling(),
+        "way": by_products.provenance["svd"][:25],
+        "metric": tlc.depth_coupling(trace, K, metric=M).coupling(),
+        "metric on the CPU": tlc.depth_coupling(trace, K, metric=M.cpu()).coupling(),
+        "model": tlc.dynamics.model_jacobian(trace),
+        "lens": float(lens.jacobians[0].norm()),
+    }
+
+
+def test_products(tokenizer_folder: Path) -> None:
+    """Of blocks that are wide enough for a Krylov space."""
+    wide = {"hidden_size": 96, "intermediate_size": 128}
+    hf_model = tiny.huggingface_model("llama", **wide)
+    agree(of_products, lambda: tiny.bridge(hf_model, tokenizer_folder), TOKENS)
+
+
 def test_modules_without_a_model() -> None:
     layers = [
         nn.TransformerEncoderLayer(16, 2, 32, norm_first=True).eval().to(SECOND)

@@ -524,8 +524,9 @@ def _components(
     """
     model: Any = trace.model
     assert trace.tokens is not None
+    tokens = trace.tokens.to(next(model.parameters()).device)
     with torch.no_grad():
-        _, cache = model.run_with_cache(trace.tokens[None])
+        _, cache = model.run_with_cache(tokens[None])
         # Parts are `[component batch pos d_model]`, of a batch of one.
         parts, labels = cache.decompose_resid(layer, mode="all", return_labels=True)
         rows = dict(zip(labels, parts[:, 0, position], strict=True))

@@ -171,7 +171,7 @@ def log_probabilities(
     """Return log-probabilities of a batch of copies of one prompt, with hooks in place,
     at some of its positions.
     """
-    batch = tokens.expand(n_rows, -1)
+    batch = tokens.to(next(model.parameters()).device).expand(n_rows, -1)
     with torch.no_grad(), own_arithmetic(model), model.hooks(fwd_hooks=list(hooks)):
         logits = model(batch, return_type="logits")
     return logits[:, positions].to(dtype).log_softmax(-1)
@@ -190,5 +190,5 @@ def losses(
 ) -> Float[Tensor, " n_rows"]:
     """Return the mean negative log-likelihood of the tokens from the second on, nats."""
     # Position t predicts token t + 1: the last position predicts none that is known.
-    next_tokens = tokens[1:].expand(len(log_p), -1)[..., None]
+    next_tokens = tokens[1:].to(log_p.device).expand(len(log_p), -1)[..., None]
     return -log_p[:, :-1].gather(-1, next_tokens).double().mean((1, 2))
