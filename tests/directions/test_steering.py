@@ -62,6 +62,20 @@ def test_logits_change_as_the_derivative_says(model, side):
     assert float(error.max()) < 1e-3
 
 
+def test_logits_of_a_model_on_disk_change_as_those_of_one_in_memory(folder_model):
+    """Its weights are read outside of torch.func, which would take them away again."""
+    traces = [
+        tlc.trace(tlc.load_model(str(folder_model), memory=memory), PROMPTS[0])
+        for memory in ("resident", "stream")
+    ]
+    vectors = torch.randn(20, tiny.D_MODEL, generator=torch.Generator().manual_seed(0))
+    in_memory, on_disk = [change_of_logits(traced, vectors, 3) for traced in traces]
+    torch.testing.assert_close(on_disk, in_memory)
+    # Nothing is left of what was read.
+    weights = traces[1].model.unembed.weight
+    assert weights.is_empty
+
+
 def test_prediction_is_amplification_times_alignment(model):
     traced = tlc.trace(model, PROMPTS[0])
     directions = tlc.directions.directions_of(traced, 0, k=2)

@@ -134,13 +134,17 @@ def exact_arithmetic(
 
 @contextmanager
 def own_arithmetic(
-    module: nn.Module, dtype: torch.dtype | None = None
+    module: nn.Module,
+    dtype: torch.dtype | None = None,
+    *,
+    fills_at_once: bool = False,
 ) -> Iterator[None]:
     """Compute exactly in the precision of the module's weights: how models are traced.
 
     A model whose weights are on disk, or packed, computes in `dtype` (by default
     float32, or float64 if that is its own), one part after the other: each has its
-    weights while it is called.
+    weights while it is called. With `fills_at_once` all parts but the blocks have them
+    from the start: weights that are read within torch.func end with it.
     """
     weight = next(module.parameters(), torch.empty(0))
     facts = facts_of(module)
@@ -155,7 +159,12 @@ def own_arithmetic(
                 dtype = torch.float64 if is_double else torch.float32
             is_filled = (facts, "is_filled_when_called", True)
             stack.enter_context(attributes_set([is_filled]))
-            stack.enter_context(_filled_when_called(module, dtype))
+            if fills_at_once:
+                blocks = set(getattr(module, "blocks", ()))
+                parts = [part for part in _parts_to_fill(module) if part not in blocks]
+                stack.enter_context(exact_arithmetic(weight.device, parts, dtype))
+            else:
+                stack.enter_context(_filled_when_called(module, dtype))
         experts = _eager_experts(module, dtype or weight.dtype)
         stack.enter_context(attributes_set(experts))
         stack.enter_context(defaults_of_model(weight.device, weight.dtype))

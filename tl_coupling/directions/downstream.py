@@ -6,7 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import DerivativeError, Trace, is_out_of_memory
+from tl_coupling.blocks import (
+    DerivativeError,
+    Trace,
+    is_out_of_memory,
+    own_arithmetic,
+)
 from tl_coupling.jacobians import block_jacobians
 
 # Directions whose logits are differentiated at once.
@@ -61,7 +66,8 @@ def change_of_logits(
     logits(x)
     rows: Sequence[Tensor] = vectors.to(x).split(_BATCH_SIZE)
     try:
-        return torch.cat([torch.func.vmap(logits_change)(some) for some in rows])
+        with own_arithmetic(trace.model, fills_at_once=True):
+            return torch.cat([torch.func.vmap(logits_change)(some) for some in rows])
     except Exception as error:
         # A foreign norm or unembedding may raise anything within torch.func.
         if is_out_of_memory(error):
