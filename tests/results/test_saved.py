@@ -17,6 +17,14 @@ from tl_coupling.results import Saved
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
+
+def audit(trace: tlc.Trace) -> tlc.trajectories.LensAudit:
+    return tlc.trajectories.lens_audit(
+        tlc.trajectories.product_lens([trace]),
+        [trace, tlc.trace(trace.model, "w5 w6 w7")],
+    )
+
+
 RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "a map": lambda trace: tlc.depth_coupling(trace, k=3),
     "a mean": lambda trace: tlc.mean_depth_coupling([trace, trace], k=3),
@@ -47,9 +55,10 @@ RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "prompts": lambda trace: tlc.prompt_coupling(
         [trace, tlc.trace(trace.model, trace.tokens[:4])], k=2
     ),
-    "an audit": lambda trace: tlc.trajectories.lens_audit(
-        tlc.trajectories.product_lens([trace]),
-        [trace, tlc.trace(trace.model, "w5 w6 w7")],
+    "an audit": lambda trace: audit(trace),
+    # netCDF would give it back as the remark itself.
+    "an audit with one remark": lambda trace: dataclasses.replace(
+        audit(trace), remarks=("it is not known",)
     ),
     "alignment": lambda trace: tlc.trajectories.residual_alignment(trace, 3),
     "decoded": lambda trace: tlc.directions.decode(trace, 1, k=1, n_draws=2),

@@ -1,7 +1,9 @@
 """An audit of lenses: every planted fault is found, and a right lens passes."""
 
+import copy
 import dataclasses
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 import tiny
 import tl_coupling as tlc
 from tl_coupling.trajectories import lens_audit, product_lens
+from tl_coupling.trajectories.lenses import LensEstimate
 
 N_LAYERS = 3
 # Twenty prompts of one kind: eight words, drawn alike.
@@ -82,6 +85,11 @@ def test_numbers_are_those_of_their_fits_of_single_prompts(model, lens, held_out
         }
         for name, value in expected.items():
             assert float(getattr(audit, name)[layer]) == pytest.approx(value, rel=1e-3)
+        # Of different prompts the mean of inner products is that of the excess.
+        pairs = [np.sum((L - P[i]) * (L - P[j])) for i, j in permutations(range(n), 2)]
+        excess = np.mean(pairs) / size**2 - (sigma / size) ** 2 / 14
+        squares = audit.distance_from_mean**2 - audit.expected_distance**2
+        assert float(squares[layer]) == pytest.approx(excess, rel=0.01, abs=1e-4)
         distances = [np.linalg.norm(L - p) / np.linalg.norm(p) for p in P]
         np.testing.assert_allclose(audit.distance[:, layer], distances, rtol=1e-3)
     table = audit.to_dataframe()
@@ -106,6 +114,8 @@ def test_a_right_lens_passes(model, start):
 def test_of_its_own_prompts_a_lens_is_their_mean(model, lens):
     audit = lens_audit(lens, traces_of(model, FITTED), accuracy=ACCURACY)
     assert audit.faults == ()
+    assert audit.of_its_prompts
+    assert "it is the mean of these 14 prompts, its own" in audit.verdict
     assert audit.unexplained < 1e-3
     assert torch.allclose(
         audit.prompt_weights, torch.tensor(1 / 14).double(), rtol=0.01
@@ -132,8 +142,109 @@ def test_another_rope_is_found(model, held_out, tokenizer_folder):
     )
     audit = lens_audit(later_lens(other, FITTED), held_out)
     assert "its rotary embedding was another" in audit.verdict
-    # Where the lens does not say, the distance does.
-    print("ROPE", (audit.distance_from_mean / audit.expected_distance))
+    # Their lenses do not say it. Nor does the distance from so few prompts...
+    theirs = their_lens(other, FITTED)
+    passed = lens_audit(theirs, held_out, accuracy=ACCURACY)
+    assert passed.faults == ()
+    # ... which the verdict says: it moves the maps by less than can be seen.
+    mean = np.mean([their_lens(model, FITTED).jacobians[0].numpy()], 0)
+    change = np.linalg.norm(theirs.jacobians[0].numpy() - mean) / np.linalg.norm(mean)
+    assert change < float(passed.detectable.min())
+    assert f"by more than {float(passed.detectable.min()):.0%} of its" in passed.verdict
+    # The very prompts of the lens do, whether they are said to be that or not.
+    for of_its_prompts in (True, None):
+        audit = lens_audit(
+            theirs,
+            traces_of(model, FITTED),
+            of_its_prompts=of_its_prompts,
+            accuracy=ACCURACY,
+        )
+        assert audit.of_its_prompts
+        (fault,) = audit.faults
+        left = f"up to {float(audit.distance_from_mean.max()):.1%} of it is not in"
+        assert left in fault
+        assert "another rotary embedding" in fault
+        assert float(audit.distance_from_mean[0]) == pytest.approx(change, rel=0.01)
+
+
+def f_quantile(p, n_directions, n, n_draws=200_000):
+    """Of the F distribution, from its definition: of a ratio of mean squares."""
+    rng = np.random.default_rng(0)
+    above = rng.chisquare(n_directions, n_draws) / n_directions
+    below = rng.chisquare(n_directions * (n - 1), n_draws) / (n_directions * (n - 1))
+    return np.quantile(above / below, p)
+
+
+def test_how_far_a_right_lens_may_lie(model, lens, held_out):
+    """Once in a thousand audits, shared by the layers."""
+    audit = lens_audit(lens, held_out)
+    level = 0.001 / (N_LAYERS - 1)
+    for layer, D in enumerate(audit.n_directions.tolist()):
+        expected = float(audit.expected_distance[layer])
+        farthest = expected * math.sqrt(f_quantile(1 - level, D, len(held_out)))
+        assert float(audit.farthest[layer]) == pytest.approx(farthest + 1e-3, rel=0.05)
+        change = math.sqrt(farthest**2 - expected**2)
+        assert float(audit.detectable[layer]) == pytest.approx(change, rel=0.1)
+    few = lens_audit(lens, held_out[:3], accuracy=1.0)
+    assert few.n_directions.isnan().all()
+    assert few.farthest.isinf().all()
+    assert "3 prompts do not tell: audit it with 4 or more" in few.verdict
+
+
+@pytest.fixture(scope="module")
+def singles(model):
+    """Matrices of sixty prompts, as lenses of one prompt each."""
+    words = np.random.default_rng(1).integers(3, 95, (60, 8))
+    prompts = [" ".join(f"w{word}" for word in row) for row in words]
+    return [later_lens(model, [prompt]).jacobians for prompt in prompts]
+
+
+@pytest.fixture
+def audited(monkeypatch, model, lens, singles):
+    """Audit the mean of some prompts with others, whose matrices are known."""
+    trace = tlc.trace(model, HELD_OUT[0])
+
+    def audit(fitted, chosen, change=0.0):
+        of_some = copy.deepcopy(lens)
+        of_some.n_prompts = len(fitted)
+        for layer in of_some.jacobians:
+            total = sum(singles[prompt][layer] for prompt in fitted)
+            of_some.jacobians[layer] = total / len(fitted)
+        of_some.jacobians[0] += change
+        matrices = iter(
+            torch.stack([singles[prompt][i] for i in of_some.jacobians])
+            for prompt in chosen
+        )
+        monkeypatch.setattr(LensEstimate, "of_prompt", lambda *_: next(matrices))
+        return lens_audit(of_some, [trace] * len(chosen), accuracy=1.0)
+
+    return audit
+
+
+@pytest.mark.parametrize(("n_fitted", "n_audited"), [(40, 6), (14, 14), (5, 30)])
+def test_right_lenses_are_not_refused(audited, singles, n_fitted, n_audited):
+    """Forty draws of prompts for the lens and for its audit."""
+    n_far = 0
+    for seed in range(40):
+        order = np.random.default_rng(seed).permutation(len(singles))
+        fitted, chosen = order[:n_fitted], order[n_fitted : n_fitted + n_audited]
+        audit = audited(fitted, chosen)
+        assert not audit.of_its_prompts
+        n_far += bool((audit.distance_from_mean > audit.farthest).any())
+    assert n_far <= 1
+
+
+def test_a_change_that_is_detectable_is_found(audited, singles):
+    """It is below twice the expected distance, where the threshold was before."""
+    fitted, chosen = range(30), range(30, 60)
+    right = audited(fitted, chosen)
+    assert right.faults == ()
+    change = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    size = np.linalg.norm(np.mean([singles[prompt][0] for prompt in chosen], 0))
+    change *= 1.2 * float(right.detectable[0]) * size / change.norm()
+    wrong = audited(fitted, chosen, change)
+    assert "at layer 0 it lies up to" in wrong.verdict
+    assert float(wrong.distance_from_mean[0] / wrong.expected_distance[0]) < 2
 
 
 def test_too_few_prompts_are_found(model, held_out):
@@ -171,6 +282,8 @@ def test_half_the_prompts_are_found(model):
 def test_what_cannot_be_audited_is_refused(model, lens, held_out, tokenizer_folder):
     with pytest.raises(ValueError, match="at least two traced prompts, got 1"):
         lens_audit(lens, held_out[:1])
+    with pytest.raises(ValueError, match="all prompts of the lens, 14, got 6"):
+        lens_audit(lens, held_out, of_its_prompts=True)
     with pytest.raises(ValueError, match=r"`accuracy` must lie in \(0, 1\], got 0"):
         lens_audit(lens, held_out, accuracy=0.0)
     with pytest.raises(ValueError, match="longer than 2 tokens"):

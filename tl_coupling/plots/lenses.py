@@ -19,10 +19,11 @@ def plot_lens_audit(result: LensAudit, *, fig: Figure | None = None) -> Figure:
     """Draw how far a lens lies from prompts' Jacobians, and how many prompts it needs.
 
     The picture shows whether the lens belongs to the model: its distance from the
-    prompts' mean (blue) then lies in the grey band, which ends at twice what is
-    expected. Thin lines are its distances from single prompts; orange is how far two
-    means of half the prompts lie apart. On the right, layers above the dashed line need
-    more prompts than the lens has.
+    prompts' mean (blue) then lies in the grey band, which a right lens leaves in one
+    audit of a thousand. With the lens's own prompts, the band is that of rounding. Thin
+    lines are its distances from single prompts; orange is how far two means of half the
+    prompts lie apart. On the right, layers above the dashed line need more prompts than
+    the lens has.
 
     Args:
         result: of `lens_audit`.
@@ -74,13 +75,15 @@ def _draw_distances(ax: Axes, result: LensAudit) -> None:
     for prompt, distance in enumerate(result.distance):
         label = "_" if prompt else "the lens from each prompt"
         ax.plot(result.layers, distance, label=label, **_PROMPT)
-    ax.fill_between(
-        result.layers,
-        0,
-        result.farthest,
-        label="up to twice what is expected",
-        **labels.NULL_BAND,
-    )
+    # Of fewer than four prompts there is no band: they do not tell.
+    if result.farthest.isfinite().all():
+        ax.fill_between(
+            result.layers,
+            0,
+            result.farthest,
+            label=_band_label(result),
+            **labels.NULL_BAND,
+        )
     ax.plot(
         result.layers,
         result.distance_from_mean,
@@ -95,3 +98,9 @@ def _draw_distances(ax: Axes, result: LensAudit) -> None:
     )
     ax.set_ylim(bottom=0)
     ax.set_ylabel("distance, of the size of the map")
+
+
+def _band_label(result: LensAudit) -> str:
+    if result.of_its_prompts:
+        return "rounding, of a right lens"
+    return "where a right lens lies (99.9 %)"

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -242,6 +242,9 @@ def _from_stored(stored: Mapping[str, Any], result_class: type[_Result]) -> _Res
             values[field.name] = _from_stored(
                 {**stored, **settings, "provenance": provenance}, kinds[0]
             )
+        elif get_origin(field.type) is tuple and np.ndim(stored[name]) == 0:
+            # netCDF gives a list of one back as its item.
+            values[field.name] = (stored[name],)
         else:
             values[field.name] = (
                 bool(stored[name]) if field.type is bool else stored[name]

@@ -3,12 +3,14 @@ how well its matrices are known.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from scipy import stats
 from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by
@@ -25,8 +27,10 @@ from tl_coupling.trajectories.lenses import (
 if TYPE_CHECKING:
     import pandas
 
-# In times of the distance that is expected of a lens, how far it may lie from prompts.
-_FARTHEST = 2.0
+# How often a right lens may be taken for another's, or for one of the very prompts.
+_LEVEL = 0.001
+# Fewer do not tell along how many directions prompts vary.
+_FEWEST_PROMPTS = 4
 # The rounding of a lens that was saved in float16.
 _ROUNDING = 1e-3
 # Below this share of a lens that prompts do not explain, it is a mean of theirs.
@@ -57,6 +61,10 @@ class LensAudit(Saved):
         distance_from_mean: `‖L − M‖ / ‖M‖`, by layer.
         expected_distance: of that, `σ √(1/n + 1/n_L) / ‖M‖` for n prompts here and n_L
             of the lens.
+        n_directions: `(tr Σ)² / tr Σ²` of the prompts' covariance, by layer: along how
+            many directions they vary, as if equally along each; NaN of fewer than four
+            prompts, which do not tell.
+        of_its_prompts: whether the prompts are those of the lens, all of them.
         prompt_weights: of each prompt in the combination of prompts that is closest to
             the lens, at its first layer.
         unexplained: the share of the lens at that layer that is not in it.
@@ -80,6 +88,8 @@ class LensAudit(Saved):
     distance: Float[Tensor, "n_prompts n_maps"]
     distance_from_mean: Float[Tensor, " n_maps"]
     expected_distance: Float[Tensor, " n_maps"]
+    n_directions: Float[Tensor, " n_maps"]
+    of_its_prompts: bool
     prompt_weights: Float[Tensor, " n_prompts"]
     unexplained: float
     facts_that_differ: tuple[str, ...]
@@ -90,7 +100,13 @@ class LensAudit(Saved):
     provenance: dict[str, Any]
     DIMS: ClassVar = {
         **dict.fromkeys(
-            ("halves", "spread", "distance_from_mean", "expected_distance"),
+            (
+                "halves",
+                "spread",
+                "distance_from_mean",
+                "expected_distance",
+                "n_directions",
+            ),
             "layer",
         ),
         "distance": "prompt layer",
@@ -100,8 +116,30 @@ class LensAudit(Saved):
 
     @property
     def farthest(self) -> Float[Tensor, " n_maps"]:
-        """Twice the expected distance, beyond which a lens is taken for another's."""
-        return _FARTHEST * self.expected_distance + _ROUNDING
+        """How far from their mean a right lens lies at most, by layer.
+
+        For prompts that are not the lens's, what it exceeds at any layer in one audit of
+        a thousand: `expected_distance` times the root of a quantile of the F
+        distribution with D and D (n - 1) degrees of freedom, D being `n_directions`.
+        Infinite where that is NaN. For the lens's own prompts, 2 % and rounding.
+        """
+        if self.of_its_prompts:
+            return torch.full_like(self.expected_distance, _UNEXPLAINED + _ROUNDING)
+        quantile = _quantile(self.n_directions, len(self.distance), upper=True)
+        return quantile.sqrt() * self.expected_distance + _ROUNDING
+
+    @property
+    def detectable(self) -> Float[Tensor, " n_maps"]:
+        """How large a change of the map is found in about half of such audits, by layer.
+
+        It is `√(farthest² − expected_distance²)`, as a share of the map's size, for a
+        change of the mean map of all prompts: by other weights, another rotary
+        embedding, or other text. For the lens's own prompts, all of `farthest`.
+        """
+        if self.of_its_prompts:
+            return self.farthest
+        beyond = self.farthest.square() - self.expected_distance.square()
+        return beyond.clamp_min(0).sqrt()
 
     @property
     def needed_prompts(self) -> Float[Tensor, " n_maps"]:
@@ -117,21 +155,32 @@ class LensAudit(Saved):
     def faults(self) -> tuple[str, ...]:
         """What speaks against the lens, a clause each; empty if nothing does."""
         found = list(self.facts_that_differ)
-        far = self._layers_where(self.distance_from_mean > self.farthest)
-        if far:
-            ratio = float((self.distance_from_mean / self.expected_distance).max())
-            found.append(
-                f"at {far} it lies up to {ratio:.1f} times as far from these prompts' "
-                "Jacobians as is expected (other weights, another rotary embedding, "
-                "other text, or fewer prompts than it says)"
-            )
         n_prompts = len(self.prompt_weights)
         n_used = int((self.prompt_weights > 0.5 / n_prompts).sum())
-        is_of_these = self.unexplained < _UNEXPLAINED
-        if is_of_these and n_used < min(n_prompts, self.lens_n_prompts):
+        # A quarter of what a lens of other prompts would leave.
+        of_others = float(self.spread[0]) / math.sqrt(self.lens_n_prompts)
+        is_of_these = self.unexplained < min(_UNEXPLAINED, of_others / 4)
+        is_of_fewer = n_used < min(n_prompts, self.lens_n_prompts)
+        far = self._layers_where(self.distance_from_mean > self.farthest)
+        if is_of_these and is_of_fewer:
             found.append(
                 f"it is made of {n_used} of these {n_prompts} prompts, and says "
                 f"{self.lens_n_prompts}"
+            )
+        elif far and self.of_its_prompts:
+            most = float(self.distance_from_mean.max())
+            found.append(
+                f"at {far} up to {most:.1%} of it is not in the mean of its own prompts "
+                "(other weights, another rotary embedding, other tokens, or a fit in low "
+                "precision)"
+            )
+        elif far:
+            ratio = float((self.distance_from_mean / self.expected_distance).max())
+            found.append(
+                f"at {far} it lies up to {ratio:.1f} times as far from these prompts' "
+                "Jacobians as is expected, which a right lens does in one audit of a "
+                "thousand (other weights, another rotary embedding, other text, or fewer "
+                "prompts than it says: they are not told apart)"
             )
         few = self._layers_where(self.needed_prompts > self.lens_n_prompts)
         if few:
@@ -151,10 +200,23 @@ class LensAudit(Saved):
         if self.faults:
             return f"The lens is not to be trusted here: {'; '.join(self.faults)}."
         worst = float((self.spread / math.sqrt(self.lens_n_prompts)).max())
+        error = f"with an error of at most {worst:.1%}"
+        if self.of_its_prompts:
+            return (
+                "Nothing speaks against the lens: it is the mean of these "
+                f"{len(self.distance)} prompts, its own, {error}."
+            )
+        if math.isinf(float(self.farthest.max())):
+            return (
+                f"Nothing is known against the lens, but {len(self.distance)} prompts do "
+                f"not tell: audit it with {_FEWEST_PROMPTS} or more."
+            )
         return (
             "Nothing speaks against the lens: it lies as far from these "
             f"{len(self.distance)} prompts as a mean of {self.lens_n_prompts} of their "
-            f"kind would, with an error of at most {worst:.1%}."
+            f"kind would, {error}. What moves no map by more than "
+            f"{float(self.detectable.min()):.0%} of its size is too small to be seen "
+            "with so few: other weights, another rotary embedding, other text."
         )
 
     def to_dataframe(self) -> "pandas.DataFrame":
@@ -173,6 +235,8 @@ class LensAudit(Saved):
             "needed_prompts": self.needed_prompts,
             "distance_from_mean": self.distance_from_mean,
             "expected_distance": self.expected_distance,
+            "farthest": self.farthest,
+            "detectable": self.detectable,
         }
         columns = {"distance": ("prompt layer", self.distance)}
         columns |= {name: ("layer", values) for name, values in by_layer.items()}
@@ -205,6 +269,7 @@ def lens_audit(
     lens: JacobianLens,
     traces: Annotated[Iterable[object], SEVERAL_TRACES],
     *,
+    of_its_prompts: bool | None = None,
     accuracy: float = 0.1,
     progress: Progress | None = None,
 ) -> LensAudit:
@@ -218,26 +283,46 @@ def lens_audit(
               M = \frac1n \sum_p P_p
 
     Each P is computed anew here, as the lens's metadata say (`tokens` of
-    `product_lens`; without metadata as `JacobianLens.fit` does by default). A lens of
-    other weights, or of another rotary embedding, lies farther from M than a mean of
-    n_L prompts could; where the lens has a digest of its weights, or what its rotary
-    embedding was, that is compared too. Text of another kind looks the same as other
-    weights: take prompts like those that the lens was fitted on.
+    `product_lens`; without metadata as `JacobianLens.fit` does by default).
+
+    Of other prompts than the lens's, the distance of the lens from M is then known:
+
+    .. math:: \mathbb{E} \lVert L - M \rVert^2
+              = \sigma^2 \Big(\frac1n + \frac1{n_L}\Big)
+              + \lVert \mathbb{E} L - \mathbb{E} M \rVert^2
+
+    and the last term is a fault. `‖L − M‖² − σ²/n` is the mean of
+    `⟨L − P_p, L − P_q⟩` over pairs of different prompts (Chen and Qin 2010). How far the
+    distance varies by chance depends on along how many directions D the prompts do,
+    `D = (tr Σ)² / tr Σ²` of their covariance: its square over `σ² (1/n + 1/n_L)` is
+    compared with the F distribution with D and D (n - 1) degrees of freedom (Dempster
+    1958). Other weights, another rotary embedding and text of another kind are not told
+    apart: take prompts like those that the lens was fitted on. Of small changes see
+    `LensAudit.detectable`.
+
+    Of the very prompts of the lens, all of them, nothing but rounding may be left:
+    that finds far smaller changes. Where the lens has a digest of its weights, or what
+    its rotary embedding was, these are compared too.
 
     Args:
         lens: a `JacobianLens` of TransformerLens, fitted, loaded or from `product_lens`.
         traces: at least two prompts traced with the model, with raw weights and without
-            `final_norm`. More make it sharper; they need not be, but
-            may be, prompts of the lens.
+            `final_norm`; four or more to tell whether the lens is of the model. Prompts
+            of the lens if you have them all, else none of them.
+        of_its_prompts: whether the traces are the prompts of the lens, all of them; by
+            default where they are as many as it has, and it lies nearer to them than one
+            of others in a thousand.
         accuracy: the relative error that is wanted of the lens.
         progress: as in `product_lens`.
 
     Raises:
-        ValueError: fewer than two traces, accuracy not in (0, 1], a lens of another
-            width or without a layer of the model; and as `product_lens`.
+        ValueError: fewer than two traces, or not as many as the lens has with
+            `of_its_prompts=True`; accuracy not in (0, 1]; a lens of another width or
+            without a layer of the model; and as `product_lens`.
         TypeError: as `product_lens`.
 
-    Cost: as `product_lens`; memory for `(5 L + n) d²` numbers in float64.
+    Cost: as `product_lens`; memory for `n L d²` numbers in float32 and `3 n d²` in
+    float64.
 
     Example:
         >>> lens = tlc.trajectories.product_lens([trace])
@@ -250,28 +335,41 @@ def lens_audit(
     if not 0 < accuracy <= 1:
         raise ValueError(f"`accuracy` must lie in (0, 1], got {accuracy}")
     estimate = LensEstimate.of_lens(lens)
-    prompts: _Prompts | None = None
+    prompts: list[Tensor] = []
     first: Trace | None = None
     for item in with_progress(traces, progress, "prompts"):
         trace = checked_trace(item, first)
-        if prompts is None:
+        if first is None:
             check_takes_lens(trace.model, trace.d_model)
+            matrices = _matrices(lens, trace)
             first = trace
-            prompts = _Prompts(_matrices(lens, trace))
         if not estimate.has_tokens(trace):
             raise ValueError(
                 f"`traces` must be longer than {estimate.skip_first_positions + 1} "
                 f"tokens, which this lens leaves out, got {trace.n_pos}"
             )
-        prompts.add(estimate.of_prompt(trace))
-    if first is None or prompts is None or prompts.n < 2:
-        n_prompts = 0 if prompts is None else prompts.n
+        # In the memory of the CPU: of all layers they may not fit elsewhere.
+        prompts.append(estimate.of_prompt(trace).float().cpu())
+    n = len(prompts)
+    if first is None or n < 2:
+        raise ValueError(f"`traces` must hold at least two traced prompts, got {n}")
+    if of_its_prompts and n != lens.n_prompts:
         raise ValueError(
-            f"`traces` must hold at least two traced prompts, got {n_prompts}"
+            "with `of_its_prompts=True`, `traces` must hold all prompts of the lens, "
+            f"{lens.n_prompts}, got {n}: leave it out for a part of them"
         )
+    numbers = _numbers(matrices, prompts, lens.n_prompts)
+    if of_its_prompts is None:
+        of_its_prompts = n == lens.n_prompts and _is_nearer(numbers, n)
+    weights, unexplained = _combination(
+        matrices[0], torch.stack([P[0] for P in prompts]).to(matrices.device)
+    )
     differing, remarks = _compared_facts(lens, first)
     return LensAudit(
-        **prompts.measured(lens.n_prompts),
+        **numbers,
+        of_its_prompts=of_its_prompts,
+        prompt_weights=weights.cpu(),
+        unexplained=unexplained,
         facts_that_differ=tuple(differing),
         remarks=tuple(remarks),
         lens_n_prompts=lens.n_prompts,
@@ -301,62 +399,95 @@ def _matrices(
     return matrices.double().to(trace.blocks[0].X.device)
 
 
-class _Prompts:
-    """Sums over prompts, which are forgotten, but for their first layer's matrices."""
-
-    def __init__(self, lens: Float[Tensor, "n_maps d_model d_model"]) -> None:
-        self.lens = lens
-        self.n = 0
-        # Of every other prompt.
-        self.sums = [torch.zeros_like(lens), torch.zeros_like(lens)]
-        self.squares = torch.zeros(len(lens), dtype=torch.float64, device=lens.device)
-        self.distances: list[Tensor] = []
-        self.first_layer: list[Tensor] = []
-
-    def add(self, P: Float[Tensor, "n_maps d_model d_model"]) -> None:
-        """Take the matrices of a prompt."""
-        sizes = _norms(P)
-        self.sums[self.n % 2] += P
-        self.squares += sizes.square()
-        self.distances.append(_norms(P - self.lens) / sizes)
-        self.first_layer.append(P[0].flatten())
-        self.n += 1
-
-    def measured(self, lens_n_prompts: int) -> dict[str, Any]:
-        """Return the numbers of an audit."""
-        n = self.n
-        even, odd = self.sums
-        mean = (even + odd) / n
-        size = _norms(mean)
-        halves = _norms(even / math.ceil(n / 2) - odd / (n // 2)) / size
-        # Where all prompts are alike, rounding leaves less than nothing.
-        between = (self.squares - n * size.square()).clamp_min(0) / (n - 1)
+def _numbers(
+    lens: Float[Tensor, "n_maps d_model d_model"],
+    prompts: Sequence[Float[Tensor, "n_maps d_model d_model"]],
+    lens_n_prompts: int,
+) -> dict[str, Tensor]:
+    """Return the numbers of an audit by name, each by layer."""
+    n = len(prompts)
+    scale = math.sqrt(1 / n + 1 / lens_n_prompts)
+    by_layer: dict[str, list[Tensor]] = {}
+    for layer, L in enumerate(lens):
+        P = torch.stack([matrices[layer] for matrices in prompts]).to(L)
+        mean = P.mean(0)
+        size = mean.norm()
+        departures = (P - mean).flatten(1)
+        gram = departures @ departures.mT
+        variance = gram.trace() / (n - 1)
         # The mean of n prompts is longer than that of all there are: it has their noise.
-        size_of_all = (size.square() - between / n).clamp_min(0).sqrt()
-        spread = between.sqrt() / size_of_all
+        size_of_all = (size.square() - variance / n).clamp_min(0).sqrt()
         # Zero by zero: prompts without any matrix, which do not lie apart.
-        spread = spread.nan_to_num(nan=0.0, posinf=torch.inf)
-        scale = math.sqrt(1 / n + 1 / lens_n_prompts)
-        weights, unexplained = self._combination()
-        return {
-            "halves": halves.cpu(),
-            "spread": spread.cpu(),
-            "distance": torch.stack(self.distances).cpu(),
-            "distance_from_mean": (_norms(self.lens - mean) / size).cpu(),
-            "expected_distance": (between.sqrt() / size * scale).cpu(),
-            "prompt_weights": weights.cpu(),
-            "unexplained": unexplained,
+        spread = (variance.sqrt() / size_of_all).nan_to_num(nan=0.0, posinf=torch.inf)
+        numbers = {
+            "halves": (P[::2].mean(0) - P[1::2].mean(0)).norm() / size,
+            "spread": spread,
+            "distance": _norms(P - L) / _norms(P),
+            "distance_from_mean": (L - mean).norm() / size,
+            "expected_distance": variance.sqrt() / size * scale,
+            "n_directions": _n_directions(gram, L.numel()),
         }
+        for name, number in numbers.items():
+            by_layer.setdefault(name, []).append(number.cpu())
+    # Of `distance`, prompts come first.
+    return {name: torch.stack(values, -1) for name, values in by_layer.items()}
 
-    def _combination(self) -> tuple[Float[Tensor, " n_prompts"], float]:
-        """Return the weights of prompts closest to the lens, and the share that is left."""
-        prompts = torch.stack(self.first_layer)
-        lens = self.lens[0].flatten()
-        gram = prompts @ prompts.mT
-        # Prompts that are given twice share their weight.
-        weights = torch.linalg.pinv(gram, rtol=1e-9, hermitian=True) @ (prompts @ lens)
-        left = lens - weights @ prompts
-        return weights, float(left.norm() / lens.norm())
+
+def _is_nearer(numbers: Mapping[str, Tensor], n: int) -> bool:
+    """Say whether a lens lies nearer to n prompts than one of others ever would."""
+    quantile = _quantile(numbers["n_directions"], n, upper=False)
+    nearest = quantile.sqrt() * numbers["expected_distance"]
+    return bool((numbers["distance_from_mean"] < nearest).any())
+
+
+def _quantile(
+    n_directions: Float[Tensor, " n_maps"], n: int, *, upper: bool
+) -> Float[Tensor, " n_maps"]:
+    """Return what `‖L − M‖²`, of what is expected, exceeds once in a thousand audits.
+
+    Or what it falls short of. The level is shared among layers (Bonferroni).
+    """
+    D = n_directions.numpy()
+    level = _LEVEL / len(D)
+    of_f = stats.f.isf if upper else stats.f.ppf
+    quantiles = of_f(level, D, D * (n - 1))
+    # Where prompts do not tell, nothing is too far, and nothing too near.
+    untold = np.inf if upper else 0.0
+    return torch.from_numpy(np.where(np.isnan(D), untold, quantiles))
+
+
+def _n_directions(
+    gram: Float[Tensor, "n_prompts n_prompts"], n_entries: int
+) -> Float[Tensor, ""]:
+    """Return `(tr Σ)² / tr Σ²` of the covariance Σ, from inner products of departures.
+
+    tr Σ² is estimated without bias for Gaussian departures (Srivastava 2005), and raised
+    by its standard error: of few prompts, fewer directions are safe. NaN of fewer than
+    four prompts.
+    """
+    n = len(gram)
+    trace = gram.trace() / (n - 1)
+    if n < _FEWEST_PROMPTS or float(trace) == 0:
+        return torch.full_like(trace, torch.nan)
+    of_square = gram.square().sum() / (n - 1) ** 2
+    unbiased = (n - 1) ** 2 / ((n - 2) * (n + 1)) * (of_square - trace**2 / (n - 1))
+    # Squares of n (n - 1) / 2 inner products, each with twice its own square as variance.
+    raised = unbiased * (1 + math.sqrt(4 / (n * (n - 1))))
+    directions: Tensor = trace**2 / raised.clamp_min(trace**2 / n_entries)
+    return directions.clamp_min(1)
+
+
+def _combination(
+    L: Float[Tensor, "d_model d_model"],
+    prompts: Float[Tensor, "n_prompts d_model d_model"],
+) -> tuple[Float[Tensor, " n_prompts"], float]:
+    """Return the weights of prompts closest to the lens, and the share that is left."""
+    P = prompts.to(L).flatten(1)
+    lens = L.flatten()
+    # Prompts that are given twice share their weight.
+    weights = torch.linalg.pinv(P @ P.mT, rtol=1e-9, hermitian=True) @ (P @ lens)
+    left = lens - weights @ P
+    return weights, float(left.norm() / lens.norm())
 
 
 def _norms(
