@@ -21,6 +21,11 @@ from tl_coupling.jacobians.matrix_free import N_PROBES
 from tl_coupling.models import Memory, empty_model, facts_of
 from tl_coupling.spectra import fitting_k, flops_of_svd, products_of_triplets
 
+# How much longer a flop takes in a row through a block's weights, which memory has to
+# give for every few rows, than in products of large matrices, at the peak. Of ten
+# triplets, committed by `benchmarks.gpu`: 7.6 to 8.4 on two cores, 12 to 35 on an H100.
+_SLOWNESS_OF_ROWS = 8.0
+_SLOWNESS_OF_ROWS_ON_GPU = 24.0
 # Tokens of a prompt that is not there yet.
 _DEFAULT_TOKENS = 64
 
@@ -47,7 +52,9 @@ class Plan:
         flops: of the products of matrices, by stage: "trace", "gate", "jacobians",
             "svd", "pairs"; of `method="products"`, "triplets" for "jacobians" and
             "svd".
-        cheaper: the method that takes fewer flops, "jacobians" or "products".
+        cheaper: the method that takes less time, "jacobians" or "products": the one of
+            fewer flops, where those of rows through a block's weights count 8 times, on
+            a GPU 24 times, as memory bounds them and not arithmetic.
 
     Example:
         >>> plan = tlc.plan(trace, k=8)
@@ -103,7 +110,7 @@ class Plan:
         ]
         for stage, flops in self.flops.items():
             lines.append(f"  {stage:<31}{flops / 1e9:>10.3g} GFLOP")
-        lines.append(f"  {'method of fewer products':<31}{self.cheaper:>10}")
+        lines.append(f"  {'method that takes less time':<31}{self.cheaper:>10}")
         return "\n".join([head, *lines])
 
 
@@ -170,6 +177,7 @@ def plan(
     budget = Budget.from_block(block, sizes, options)
     stages = planned.flops_by_stage(n_pos)
     row = stages.pop("row")
+    rows_of_jacobians = stages.pop("rows")
     before = {stage: stages[stage] for stage in ("trace", "gate")}
     n_triplets = min(k + 1, d)
     n_pairs = n_layers**2
@@ -182,7 +190,11 @@ def plan(
         "triplets": row * (N_PROBES + products_of_triplets(n_triplets)),
         "pairs": row * n_layers * k + 2.0 * n_pairs * k**2 * d,
     }
-    is_cheaper = sum(by_products.values()) < sum(by_jacobians.values())
+    # Triplets, and what couples them, are nothing but rows.
+    rows_of_products = by_products["triplets"] + row * n_layers * k
+    excess = planned.slowness_of_rows - 1
+    time_by_products = sum(by_products.values()) + excess * rows_of_products
+    time_by_jacobians = sum(by_jacobians.values()) + excess * rows_of_jacobians
     return Plan(
         model=planned.name,
         n_layers=n_layers,
@@ -197,7 +209,7 @@ def plan(
         result=budget.result,
         working=budget.spectra + budget.working,
         flops=by_jacobians if are_kept else by_products,
-        cheaper="products" if is_cheaper else "jacobians",
+        cheaper="products" if time_by_products < time_by_jacobians else "jacobians",
     )
 
 
@@ -216,6 +228,7 @@ class _Planned:
         is_streamed: whether weights stay on disk.
         held_itemsize: bytes of a weight as it is held.
         itemsize: bytes of a number in what is computed.
+        slowness_of_rows: how much longer a flop of rows takes where it is computed.
     """
 
     name: str
@@ -228,6 +241,7 @@ class _Planned:
     is_streamed: bool
     held_itemsize: int
     itemsize: int
+    slowness_of_rows: float = _SLOWNESS_OF_ROWS
 
     @classmethod
     def from_name(cls, name: str, is_streamed: bool) -> "_Planned":
@@ -261,7 +275,10 @@ class _Planned:
         blocks = list(getattr(model, "blocks", model.children()))
         cfg = getattr(model, "cfg", None)
         # A network need not have parameters.
-        held_itemsize = next(model.parameters(), torch.empty(0)).element_size()
+        held = next(model.parameters(), torch.empty(0))
+        held_itemsize = held.element_size()
+        # Weights that stay on disk are computed on the CPU, or moved from it.
+        is_on_cpu = held.device.type in ("cpu", "meta")
         return cls(
             name=_name(traced),
             blocks=blocks,
@@ -274,6 +291,9 @@ class _Planned:
             held_itemsize=held_itemsize,
             # A model in 16 bits is linearised in float32.
             itemsize=max(4, held_itemsize),
+            slowness_of_rows=(
+                _SLOWNESS_OF_ROWS if is_on_cpu else _SLOWNESS_OF_ROWS_ON_GPU
+            ),
         )
 
     @property
@@ -286,7 +306,8 @@ class _Planned:
     def flops_by_stage(self, n_pos: int) -> dict[str, float]:
         """Return the flops of all layers, by stage: "trace", "gate", "jacobians".
 
-        "row" is one row through all blocks' weights: a product with a Jacobian.
+        "row" is one row through all blocks' weights: a product with a Jacobian. "rows"
+        are those of "jacobians" that go through the weights.
         """
         flops_by_block = [
             _block_flops(block, self.cfg, self.d_model, n_pos) for block in self.blocks
@@ -392,6 +413,7 @@ class _StandardBlock:
             # MLP's nonlinearity once more.
             "jacobians": products + heads + attention + mlp + qkv + mlp_before,
             "row": attention + mlp + 4.0 * n_pos * d_z,
+            "rows": 0.0,
         }
 
 
@@ -407,7 +429,7 @@ def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
 def _block_flops(block: nn.Module, cfg: object, d: int, n_pos: int) -> dict[str, float]:
     """Return the flops of one block for one prompt and one token of it, by stage.
 
-    The stages are "trace", "gate" and "jacobians", as in `plan`, and "row".
+    The stages are "trace", "gate" and "jacobians", as in `plan`, "row" and "rows".
     """
     sizes = _StandardBlock.from_block(block, cfg, d)
     if sizes is None:
@@ -427,4 +449,5 @@ def _unknown_block_flops(block: nn.Module, d: int, n_pos: int) -> dict[str, floa
         # One backward pass of one row for each row of J.
         "jacobians": d * row,
         "row": row + 4.0 * n_pos * d,
+        "rows": d * row,
     }
