@@ -378,6 +378,22 @@ def test_causality_does_not_depend_on_rounding(
     assert trace.is_causal is is_causal
 
 
+def test_changed_weights_make_no_model_act_on_earlier_tokens(
+    tokenizer_folder: Path,
+) -> None:
+    """They are what is refused, by their own reason."""
+    model = tiny.bridge(tiny.huggingface_model("llama"), tokenizer_folder)
+    trace = tlc.trace(model, tiny.TOKENS)
+    with torch.no_grad():
+        for parameter in model.blocks[1].parameters():
+            parameter.mul_(1.5)
+    assert trace.is_causal
+    with pytest.raises(
+        tlc.gradients.StepError, match="not the function that was traced"
+    ):
+        tlc.trajectories.product_lens([trace], tokens="later", skip_first_positions=1)
+
+
 def test_hooks_have_the_names_that_were_typed(model: nn.Module) -> None:
     names = [
         "hook_embed",

@@ -156,11 +156,16 @@ def _first_row_stays(block: BlockFunction) -> bool:
     """Say whether a block adds the same to the first row if every later row is another."""
     # The same lengths, so that a norm or a guard behaves as it does at X.
     changed = torch.cat([block.X[:1], -block.X[1:]])
-    # A step that was recorded in another dtype has that one's rounding.
-    step = block.step[0] if block.recorded is None else block(block.X)[0]
-    difference = (block(changed)[0] - step).norm()
-    # Rows that do not meet still share products, which round with their neighbours.
-    return bool(difference <= 1e-5 * (step.norm() + block.X[0].norm()))
+    first_row = block(changed)[0]
+
+    def is_near(step: Tensor) -> bool:
+        # Rows that do not meet still share products, which round with their neighbours.
+        tolerance = 1e-5 * (step.norm() + block.X[0].norm())
+        return bool((first_row - step).norm() <= tolerance)
+
+    # A step that was recorded in another dtype has that one's rounding, and one before
+    # a change of weights is another.
+    return is_near(block.step[0]) or is_near(block(block.X)[0])
 
 
 def _index(value: int, size: int, name: str, owner: str) -> int:
