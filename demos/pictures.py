@@ -292,6 +292,8 @@ def lens_products() -> Figure:
         name: pandas.read_csv(lens_study.RESULTS / f"{stem}.csv")
         for name, stem in names.items()
     }
+    later = pandas.read_csv(lens_study.RESULTS / "later" / "smollm2-135m.csv")
+    tables["SmolLM2-135M\nto later tokens"] = later[later["tokens"] == "later"]
     figure = lens_study.draw(tables)
     labels.entitle(figure, "A lens is not the product of mean blocks")
     return figure

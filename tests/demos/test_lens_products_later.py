@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from scipy import stats
 
 import lens_products_later as study
 
@@ -90,3 +91,28 @@ def test_it_runs_small_and_says_both(tmp_path):
     for tokens in ("same", "later"):
         excess = means[tokens, "own"] - means[tokens, "other prompts"]
         assert f"{tokens} {excess:+.3f}" in ran.stdout
+
+
+def test_the_page_has_the_committed_numbers():
+    docs = Path(__file__).parents[2] / "docs"
+    page = " ".join((docs / "findings/amplification.md").read_text().split())
+    section = page.partition("At later tokens, averages commute less")[2]
+    (path,) = study.RESULTS.glob("*.csv")
+    table = pandas.read_csv(path)
+    means = table.groupby(["tokens", "measure", "control", "layer"])["value"].mean()
+    for tokens in ("same", "later"):
+        first = means[tokens, "defect"].unstack("control").loc[0]
+        for control in ("own", "other prompts"):
+            assert f"{first[control]:.3f}"[1:] in section
+        covariation = means[tokens, "covariation", "own"].to_numpy()
+        coupling = means[tokens, "coupling", "own"].to_numpy()[: len(covariation)]
+        depth = np.arange(len(coupling))
+        ranks = [stats.rankdata(values) for values in (coupling, covariation)]
+        left = [r - np.polyval(np.polyfit(depth, r, 1), depth) for r in ranks]
+        for values in (ranks, left):
+            rho = stats.spearmanr(*values).statistic
+            assert f"{rho:+.2f}".replace("0.", ".") in section
+    assert len(depth) == 29
+    excess = means.unstack("control").xs(0, level="layer").xs("defect", level="measure")
+    excess = excess["own"] - excess["other prompts"]
+    assert excess["later"] > excess["same"] + 0.02
