@@ -11,7 +11,12 @@ from torch import Tensor
 import tiny
 import tl_coupling as tlc
 from tl_coupling.jacobians.matrix_free import WAY, _estimated_norm, matrix_free
-from tl_coupling.spectra import Products, Spectrum, triplets_of_products
+from tl_coupling.spectra import (
+    Products,
+    Spectrum,
+    products_of_triplets,
+    triplets_of_products,
+)
 
 D = 128
 K = 4
@@ -243,6 +248,13 @@ def test_a_limit_of_memory_holds_for_products_too(wide_trace, chosen):
     limited = tlc.depth_coupling(wide_trace, K, max_memory=least, **by_products)
     free = tlc.depth_coupling(wide_trace, K, **by_products)
     torch.testing.assert_close(limited.coupling(), free.coupling(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 10, 50])
+def test_the_cost_is_the_one_that_is_stated(k):
+    """Of the docstring of `depth_coupling`, for the k + 1 triplets that it takes."""
+    stated = 20 * (k + min(9, k + 3))
+    assert products_of_triplets(k + 1) == pytest.approx(stated, rel=0.05)
 
 
 def test_the_default_k_is_said_once(tiny_trace):

@@ -119,8 +119,9 @@ def depth_coupling(
 
     Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L²
     matrices A; memory for the Jacobians, `L d²` numbers, and A, `L² k²`. Of n tokens
-    all this n times, but one trace, and the memory of one token. By products: some 20 k
-    + L k + 64 products for each layer, and memory for `2 L d k` numbers and A.
+    all this n times, but one trace, and the memory of one token. By products: some `20 (k
+    + min(9, k + 3)) + L k + 64` products for each layer, and memory for `2 L d k` numbers
+    and A, and for each J whose triplets they do not reach.
 
     Example:
         >>> result = tlc.depth_coupling(trace, k=8)
