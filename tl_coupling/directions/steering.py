@@ -32,6 +32,7 @@ from tl_coupling.jacobians import block_jacobians
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.spectra import eigh
 
 if TYPE_CHECKING:
     import pandas
@@ -332,7 +333,8 @@ def _low_gains(
         J = J.mT
     gram = (J.mT @ J).mean(0)
     # Eigenvalues ascend.
-    return torch.linalg.eigh(gram).eigenvectors[:, : len(gram) // 2]
+    _, eigenvectors = eigh(gram)
+    return eigenvectors[:, : len(gram) // 2]
 
 
 def _later_tokens(

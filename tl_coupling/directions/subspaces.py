@@ -33,6 +33,7 @@ from tl_coupling.jacobians import Decomposed, JacobianOptions
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import Saved, tidy_table
+from tl_coupling.spectra import eigh, eigvalsh
 
 if TYPE_CHECKING:
     import pandas
@@ -430,7 +431,7 @@ class _Shared(NamedTuple):
     @classmethod
     def from_matrix(cls, G: Float[Tensor, "d d"], rank: int) -> "_Shared":
         # Eigenvalues ascend.
-        eigenvalues, eigenvectors = torch.linalg.eigh(G)
+        eigenvalues, eigenvectors = eigh(G)
         return cls(eigenvectors[:, -rank:].flip(1), eigenvalues[-rank:].flip(0))
 
 
@@ -567,7 +568,7 @@ def _null(
         # `F Fᵀ` and `FᵀF` have the same eigenvalues but for zeros: the smaller one is
         # taken.
         gram = stacked @ stacked.mT if d < stacked.shape[1] else stacked.mT @ stacked
-        values = torch.linalg.eigvalsh(gram.double()).flip(0)[:rank] / n_frames
+        values = eigvalsh(gram.double()).flip(0)[:rank] / n_frames
         # Beyond the rank of all frames together eigenvalues are 0.
         draws.append(torch.nn.functional.pad(values, (0, rank - len(values))))
     return torch.stack(draws)
@@ -650,7 +651,7 @@ class _Others(NamedTuple):
         """Choose them by their gains, from the mean `JᵀJ` or `JJᵀ`."""
         d, rank = basis.shape
         complement = torch.eye(d).double() - basis.double() @ basis.double().mT
-        values, vectors = torch.linalg.eigh(complement @ energy @ complement)
+        values, vectors = eigh(complement @ energy @ complement)
         # Those that are in the shared subspace have gain 0 here, and come first.
         values = values[rank:].flip(0)
         vectors = vectors[:, rank:].flip(1)

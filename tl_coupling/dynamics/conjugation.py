@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.spectra import eigh
+
 # Of Lanczos' iteration.
 _MOST_STEPS = 160
 
@@ -119,7 +121,7 @@ def largest_eigenvalue(
         for _ in range(2):
             image = image - known @ (known.mT @ image)
         length = float(image.norm())
-        values, vectors = torch.linalg.eigh(tridiagonal[: step + 1, : step + 1])
+        values, vectors = eigh(tridiagonal[: step + 1, : step + 1])
         largest = max(0.0, float(values[-1]))
         # The residual of the largest Ritz pair.
         if length * abs(float(vectors[-1, -1])) <= tolerance * largest:

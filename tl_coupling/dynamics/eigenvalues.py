@@ -24,7 +24,7 @@ from tl_coupling.jacobians import (
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import Saved, tidy_table
-from tl_coupling.spectra import parallel_map
+from tl_coupling.spectra import eigvalsh, parallel_map
 
 if TYPE_CHECKING:
     import pandas
@@ -286,7 +286,7 @@ def _decompose_block(
         for _ in range(n_draws)
     ]
     # Each half by itself: the sum of the largest entries would overflow.
-    symmetric = torch.linalg.eigvalsh(matrix / 2 + matrix.mT / 2)
+    symmetric = eigvalsh(matrix / 2 + matrix.mT / 2)
     return _BlockEigenvalues(
         _sorted_eigenvalues(matrix), torch.stack(drawn), float(symmetric[-1])
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 from tl_coupling.arguments import checked
 from tl_coupling.measures.matrices import require_finite
 from tl_coupling.measures.removals import without_identity
+from tl_coupling.spectra import eigh, eigvalsh
 
 Without = Literal["identity"]
 Metric = Float[Tensor, "d_model d_model"]
@@ -87,7 +88,7 @@ def stream_metric(traces: Iterable[object], shrinkage: float = 0.01) -> Metric:
     # With a mean eigenvalue of 1 the shrinkage is a share of it.
     moment = total * (d_model / total.trace())
     identity = torch.eye(d_model, dtype=moment.dtype, device=moment.device)
-    eigenvalues, Q = torch.linalg.eigh((1 - shrinkage) * moment + shrinkage * identity)
+    eigenvalues, Q = eigh((1 - shrinkage) * moment + shrinkage * identity)
     if eigenvalues[0] <= d_model * torch.finfo(moment.dtype).eps * eigenvalues[-1]:
         raise ValueError(
             "the stream has no extent in some direction on these prompts: give more of "
@@ -179,7 +180,7 @@ def _roots(metric: Metric) -> tuple[Tensor, Tensor]:
     if not torch.allclose(M, M.mT, rtol=1e-5, atol=1e-8 * float(M.abs().max())):
         raise ValueError("`metric` must be symmetric, got one that is not")
     M = (M + M.mT) / 2
-    eigenvalues, Q = torch.linalg.eigh(M)
+    eigenvalues, Q = eigh(M)
     if eigenvalues[0] <= 0 or _is_singular(M, metric.dtype):
         raise ValueError(
             "`metric` must be positive definite, beyond the rounding of its "
@@ -196,5 +197,5 @@ def _is_singular(M: Metric, dtype: torch.dtype) -> bool:
     axes of very different lengths are no reason to refuse one.
     """
     lengths = M.diagonal().clamp_min(torch.finfo(M.dtype).tiny).sqrt()
-    eigenvalues = torch.linalg.eigvalsh(M / lengths[:, None] / lengths)
+    eigenvalues = eigvalsh(M / lengths[:, None] / lengths)
     return bool(eigenvalues[0] <= torch.finfo(dtype).eps * eigenvalues[-1])

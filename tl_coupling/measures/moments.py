@@ -14,6 +14,8 @@ from einops import reduce
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.spectra import eigvalsh
+
 # Gauss-Legendre nodes for integrals over [0, ∞), mapped by a tangent.
 _N_NODES = 400
 # Numbers in memory at once.
@@ -148,7 +150,7 @@ def _mean_absolute_form(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch
     `E|x| = (2/π) ∫ (1 − Re E e^{itx}) t⁻² dt`, where the characteristic function is a
     product over i.
     """
-    eigenvalues = torch.linalg.eigvalsh((A + A.mT) / 2)
+    eigenvalues = eigvalsh((A + A.mT) / 2)
     scale = eigenvalues.abs().amax(-1)
     # The largest becomes 1, so that the nodes suit every A.
     scaled = eigenvalues / scale.clamp_min(torch.finfo(A.dtype).tiny)[..., None]

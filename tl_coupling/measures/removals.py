@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.measures.matrices import require_finite
-from tl_coupling.spectra import svd
+from tl_coupling.spectra import eigh, svd
 
 
 @checked
@@ -90,9 +90,9 @@ def without_shared(
     unit = J / norms
     left_gram = reduce(unit @ unit.mT, "layer i j -> i j", "sum")
     right_gram = reduce(unit.mT @ unit, "layer i j -> i j", "sum")
-    # eigh orders upwards.
-    P = torch.linalg.eigh(left_gram).eigenvectors[:, -r:]
-    Q = torch.linalg.eigh(right_gram).eigenvectors[:, -r:]
+    # Eigenvalues ascend.
+    P = eigh(left_gram)[1][:, -r:]
+    Q = eigh(right_gram)[1][:, -r:]
     # With d × r products: the projectors themselves are never formed.
     J = J - P @ (P.mT @ J)
     return J - (J @ Q) @ Q.mT

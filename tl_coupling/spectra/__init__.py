@@ -33,6 +33,7 @@ from tl_coupling.spectra.matrix_readings import (
 )
 from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.spectrum import Spectrum
+from tl_coupling.spectra.symmetric import eigh, eigvalsh
 
 __all__ = [
     "InverseSingularValueFit",

@@ -16,6 +16,7 @@ from tl_coupling.spectra.iteration import (
 )
 from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.spectrum import Spectrum
+from tl_coupling.spectra.symmetric import eigvalsh
 
 # Of one matrix: U, S, Vh, residuals and steps.
 Parts = tuple[Tensor, ...]
@@ -177,7 +178,7 @@ class SimilarRanks:
         if remainder.norm() > _LARGEST_REMAINDER * probes.norm():
             return None
         compressed = (Q.mT @ J).double()
-        squares = torch.linalg.eigvalsh(compressed @ compressed.mT).clamp_min(0)
+        squares = eigvalsh(compressed @ compressed.mT).clamp_min(0)
         S = squares.sqrt().flip(-1).to(J.dtype)
         # Beyond the sketch they are 0 to the rounding of float32.
         return torch.nn.functional.pad(S, (0, d - width))

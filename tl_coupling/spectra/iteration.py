@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.spectra.symmetric import eigh
+
 # The largest residuals that are accepted, as shares of σ_1: those of a LAPACK SVD in
 # the same precision, or less.
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12}
@@ -397,8 +399,5 @@ def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
     """
     # Decided where T lies: nothing waits for it.
     finite = torch.where(T.norm() < torch.inf, T, 0)
-    # cuSOLVER takes Jacobi's method for float32 up to 512 wide, and ends at residuals
-    # of 1e-4 (H100, CUDA 13.0): no space would be right to 2e-6.
-    exact = finite.double() if T.is_cuda else finite
-    squares, vectors = torch.linalg.eigh(exact)
-    return squares.flip(-1).to(T.dtype), vectors.flip(-1).to(T.dtype)
+    squares, vectors = eigh(finite)
+    return squares.flip(-1), vectors.flip(-1)

@@ -20,6 +20,7 @@ from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts, naming_prompt
+from tl_coupling.spectra import eigh
 from tl_coupling.statistics import (
     LEVEL,
     is_constant,
@@ -455,7 +456,7 @@ def shared_directions(
     k = U.shape[-1]
     all_directions = rearrange(U.double(), "layer d k -> d (layer k)")
     # Eigenvalues ascend.
-    eigenvectors = torch.linalg.eigh(all_directions @ all_directions.mT).eigenvectors
+    _, eigenvectors = eigh(all_directions @ all_directions.mT)
     return eigenvectors[:, -k:].flip(1).to(U)
 
 
