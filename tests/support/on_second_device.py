@@ -264,12 +264,13 @@ def of_interventions(model: nn.Module, given: Any) -> dict[str, Any]:
     rotated = tlc.directions.rotate(model, prompts, n_draws=2)
     ablated = tlc.directions.ablate(model, prompts, subspace, n_draws=2)
     steered = tlc.directions.steer(model, prompts, directions, [0.5])
-    decoded = tlc.directions.decode(traces[0], 1, k=2)
+    lens = tlc.trajectories.product_lens(traces)
+    decoded = tlc.directions.decode(traces[0], 0, k=2, lens=lens, others=traces[1:])
     return {
         "rotated": float(rotated.loss_change[0].mean()),
         "ablated": float(ablated.loss_change[0].mean()),
         "steered": float(steered.kl.mean()),
-        "decoded": bool(repr(decoded)),
+        "decoded": decoded.to_dataframe()["kurtosis_exceeded_by_random"].tolist(),
     }
 
 

@@ -411,7 +411,8 @@ class _Later(NamedTuple):
             # A lens counts the blocks that a direction is behind.
             transported = self.lens.transport(vectors, self.first_layer - 1)
             logits_by_way.append(change_of_logits(trace, transported, t))
-        return torch.stack([logits.float() for logits in logits_by_way])
+        # In the memory of the CPU, where results of controls and tables are.
+        return torch.stack([logits.float().cpu() for logits in logits_by_way])
 
 
 def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
