@@ -125,10 +125,19 @@ def write_survey() -> None:
     Path("scores.csv").write_text("\n".join(["model,score", *scores]))
 
 
+def write_lens() -> None:
+    """Write a lens that leaves out no token, as the texts are short."""
+    model = tlc.load_model("gpt2")
+    traces = [tlc.trace(model, text) for text in TEXTS]
+    lens = tlc.trajectories.product_lens(traces, tokens="later", skip_first_positions=0)
+    lens.save("lens.pt")
+
+
 # What examples read and no example before them writes.
 FILES = {
     "depth": write_maps,
     "checkpoints": write_checkpoints,
+    "lens-audit": write_lens,
     "compare-trajectories": write_checkpoints,
     "generalization": write_survey,
     # Of each task as many as the example draws.

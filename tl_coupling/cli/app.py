@@ -35,6 +35,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "directions": ("directions", "What singular vectors read, write and do"),
         "rotate": ("rotate", "The loss as blocks are rotated together or apart"),
         "dynamics": ("dynamics", "Products of blocks, and the blocks' eigenvalues"),
+        "lens-audit": ("lens_audit", "Whether a Jacobian lens can be trusted"),
         "report": ("report", "One HTML page on a model and a prompt, or an image"),
     },
     "Several models": {

@@ -13,6 +13,7 @@ from tl_coupling.models.lens_tools import (
     described_for_lens,
     factored_matrix,
     jacobian_lens,
+    load_lens,
 )
 from tl_coupling.models.load_request import Backend, Memory
 from tl_coupling.models.loaded import (

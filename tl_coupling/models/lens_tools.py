@@ -1,7 +1,9 @@
 """TransformerLens's own tools: its Jacobian lens and its factored matrices."""
 
 import json
+import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -50,6 +52,29 @@ def jacobian_lens(
     lens: JacobianLens = TheirLens(
         dict(jacobians), n_prompts=n_prompts, d_model=d_model, metadata=dict(metadata)
     )
+    return lens
+
+
+def load_lens(name: str) -> JacobianLens:
+    """Load a `JacobianLens` of TransformerLens: a file of `save`, a folder that has one,
+    or a name that its `from_pretrained` takes.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is no lens, or damaged.
+        OSError: a name that the hub does not have, or no hub.
+    """
+    from transformer_lens.tools.analysis import JacobianLens as TheirLens
+
+    # Of a name that is no file, `from_pretrained` asks the hub.
+    if Path(name).suffix == ".pt" and not Path(name).exists():
+        raise FileNotFoundError(f"there is no lens at {name}: give the file of one")
+    try:
+        lens: JacobianLens = TheirLens.from_pretrained(name)
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is not a file that `JacobianLens.save` wrote, or is damaged"
+        ) from error
     return lens
 
 

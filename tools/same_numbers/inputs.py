@@ -62,6 +62,7 @@ def write_inputs(folder: Path) -> None:
         _save_model(folder / "training" / f"step{step}", "gpt_neox", 2, seed=step)
     _write_lines(folder / "words.jsonl", [json.dumps(prompt) for prompt in WORDS])
     _write_lines(folder / "english.jsonl", [json.dumps(prompt) for prompt in ENGLISH])
+    _save_lens(folder / "lens.pt", n_layers=MODELS["llama"][1])
     scores = zip(MODELS, SCORES, strict=True)
     rows = [f"{name},{score}" for name, score in scores]
     _write_lines(folder / "scores.csv", ["model,score", *rows])
@@ -95,6 +96,18 @@ def _save_model(folder: Path, architecture: str, n_layers: int, seed: int) -> No
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="<s>", unk_token="<s>"
     ).save_pretrained(folder)
+
+
+def _save_lens(path: Path, n_layers: int) -> None:
+    """Write a Jacobian lens, of no model, in the format of TransformerLens."""
+    import torch
+
+    noise = torch.randn(n_layers - 1, D_MODEL, D_MODEL)
+    matrices = dict(enumerate(torch.eye(D_MODEL) + SPREAD * noise))
+    # The prompts are short.
+    metadata = {"skip_first_positions": 1}
+    lens = {"J": matrices, "n_prompts": 3, "d_model": D_MODEL, "metadata": metadata}
+    torch.save(lens, path)
 
 
 def _write_lines(path: Path, lines: list[str]) -> None:

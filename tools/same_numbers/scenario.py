@@ -86,6 +86,10 @@ COMMANDS = (
         *("--model", LLAMA, "--prompt", WORDS, "--runs", "--untrained"),
     ),
     _command(
+        "tiny-lens-audit",
+        *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--lens", f"{INPUTS}/lens.pt"),
+    ),
+    _command(
         "tiny-compare-trajectories",
         *("--model", TRAINING, "--checkpoint", "0", "--checkpoint", "8"),
         *("--prompt", WORDS),
