@@ -308,3 +308,26 @@ def test_what_directions_cannot_have_is_refused(trace):
     torch.testing.assert_close(
         decoded.logits[-1], decoded.logits[2], atol=1e-4, rtol=1e-3
     )
+
+
+def test_a_model_on_disk_is_decoded_as_one_in_memory(folder_model):
+    """Nothing is read off weights that are not there: they are NaN in between."""
+    in_memory, on_disk = [
+        tlc.directions.decode(
+            tlc.trace(tlc.load_model(str(folder_model), memory=memory), tiny.TOKENS),
+            layer=1,
+            k=2,
+            n_draws=2,
+        )
+        for memory in ("resident", "stream")
+    ]
+    for name in ("gains", "tokens", "logits", "kurtosis", "next_token_rank"):
+        torch.testing.assert_close(getattr(on_disk, name), getattr(in_memory, name))
+    assert on_disk.components == ("embed", "0_attn_out", "0_mlp_out", "rest")
+    assert in_memory.components[1:5] == ("L0H0", "L0H1", "L0H2", "L0H3")
+    heads = in_memory.reads[:, 1:5].sum(1)
+    torch.testing.assert_close(on_disk.reads[:, 1], heads, atol=1e-5, rtol=1e-4)
+    for component in (0, -2):
+        torch.testing.assert_close(
+            on_disk.reads[:, component], in_memory.reads[:, component]
+        )

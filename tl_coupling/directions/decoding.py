@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
-from tl_coupling.blocks import Trace
+from tl_coupling.blocks import Trace, own_arithmetic
 from tl_coupling.comparisons import SeveralTraces, as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
 from tl_coupling.directions.interventions import Directions, own_facts
@@ -70,7 +70,8 @@ class Decoded(Saved):
         control_reads: root mean square of the same of random directions,
             `[component]`.
         components: labels, as TransformerLens has them: "embed", "L3H2", "3_mlp_out";
-            "rest" is what is none of them, such as biases of attention.
+            "rest" is what is none of them, such as biases of attention. Where heads are
+            not told apart, as in a model whose weights are on disk, "3_attn_out".
         ways: "unembedding", `u W_U` alone; "final_norm", with the derivative of what
             follows the last block at this token; "network", through the later blocks
             first; "lens", through a lens instead.
@@ -417,12 +418,14 @@ class _Later(NamedTuple):
 
 def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
     """Return `u W_U` of each direction."""
-    W_U = getattr(trace.model, "W_U", None)
-    if not isinstance(W_U, Tensor):
-        raise ValueError(
-            "this model has no unembedding `W_U`: its directions have no tokens"
-        )
-    return vectors.to(W_U) @ W_U.detach()
+    # Of a model on disk it is read for this.
+    with own_arithmetic(trace.model, fills_at_once=True):
+        W_U = getattr(trace.model, "W_U", None)
+        if not isinstance(W_U, Tensor):
+            raise ValueError(
+                "this model has no unembedding `W_U`: its directions have no tokens"
+            )
+        return vectors.to(W_U) @ W_U.detach()
 
 
 def _other_prompt_logits(
@@ -526,12 +529,15 @@ def _components(
     model: Any = trace.model
     assert trace.tokens is not None
     tokens = trace.tokens.to(next(model.parameters()).device)
-    with torch.no_grad():
+    # As it was traced: a model whose weights are on disk has them only while it runs.
+    with torch.no_grad(), own_arithmetic(model):
         _, cache = model.run_with_cache(tokens[None])
         # Parts are `[component batch pos d_model]`, of a batch of one.
         parts, labels = cache.decompose_resid(layer, mode="all", return_labels=True)
         rows = dict(zip(labels, parts[:, 0, position], strict=True))
-        rows = _split_heads(model, cache, rows, layer, position)
+        # Heads are told apart by weights, which must be in memory for that.
+        if not trace.is_streamed:
+            rows = _split_heads(model, cache, rows, layer, position)
     components = torch.stack(list(rows.values())).to(trace.residual)
     x = trace.residual[layer, position]
     # Biases of attention, for example, are no component of the cache.
