@@ -167,6 +167,24 @@ def test_another_rope_is_found(model, held_out, tokenizer_folder):
         assert float(audit.distance_from_mean[0]) == pytest.approx(change, rel=0.01)
 
 
+@pytest.mark.long("four prompts of SmolLM2")
+def test_another_rope_is_found_in_trained_weights():
+    """The rotary embedding's base is a tenth, and the configuration does not say so."""
+    model = tlc.load_model("smollm2-135m")
+    prompts = ["The capital of France is", "She opened the door and saw"]
+    own_traces = [tlc.trace(model, prompt) for prompt in prompts]
+    angles = model.original_model.model.rotary_emb.inv_freq
+    own_angles = angles.clone()
+    angles.copy_(own_angles * 10 ** (torch.arange(len(angles)) / len(angles)))
+    turned = product_lens(tlc.trace(model, prompt) for prompt in prompts)
+    angles.copy_(own_angles)
+    audit = lens_audit(turned, own_traces, of_its_prompts=True, accuracy=1.0)
+    assert audit.facts_that_differ == ()
+    assert "is not in the mean of its own prompts" in audit.verdict
+    # Ten times what is left for rounding.
+    assert float(audit.distance_from_mean[0]) > 10 * float(audit.farthest[0])
+
+
 def f_quantile(p, n_directions, n, n_draws=200_000):
     """Of the F distribution, from its definition: of a ratio of mean squares."""
     rng = np.random.default_rng(0)
