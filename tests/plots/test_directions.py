@@ -144,7 +144,7 @@ def test_rotations_are_rows_with_a_line_for_each_prompt() -> None:
         np.testing.assert_allclose(bar.get_xdata(), expected)
     less = (of_prompts[0] - of_prompts[1]).mean()
     words = [text.get_text() for text in ax.texts]
-    assert words[0].startswith("together − apart\n" + f"{less:+.3g}".replace("-", "−"))
+    assert words[0].startswith("together − apart\n" + f"{less:+#.3g}".replace("-", "−"))
     assert words[1].startswith("together − shrunk\n")
     rows = [tick.get_text() for tick in ax.get_yticklabels()]
     assert rows[:2] == ["one rotation,\ncoupling kept", "one each,\ncoupling destroyed"]

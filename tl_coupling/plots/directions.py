@@ -194,8 +194,8 @@ def plot_rotation(result: Rotation, *, ax: Axes | None = None) -> Axes:
             line[f"first_less_this{end}"] for end in ("", "_low", "_high")
         )
         # One prompt has no interval.
-        interval = "" if np.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
-        numbers = f"{less:+.3g}{interval}".replace("-", "−")
+        interval = "" if np.isnan(low) else f" [{low:+#.3g}, {high:+#.3g}]"
+        numbers = f"{less:+#.3g}{interval}".replace("-", "−")
         _note(ax, row, f"{first['kind']} − {line['kind']}\n{numbers}")
     what = {"write": "write", "read": "read", "both": "read and write"}[result.side]
     n_layers, n_prompts = len(result.layers), len(result.prompts)
