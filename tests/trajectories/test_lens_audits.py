@@ -308,6 +308,10 @@ def test_what_cannot_be_audited_is_refused(model, lens, held_out, tokenizer_fold
         lens_audit(lens, [tlc.trace(model, "w3 w4")] * 2)
     with pytest.raises(TypeError, match="iterable of traces, got str"):
         lens_audit(lens, HELD_OUT)
+    of_no_prompts = later_lens(model, FITTED[:1])
+    of_no_prompts.n_prompts = 0
+    with pytest.raises(ValueError, match=r"must be at least 1, .* got 0: set it to"):
+        lens_audit(of_no_prompts, held_out)
     short = later_lens(model, FITTED[:2])
     del short.jacobians[1]
     with pytest.raises(ValueError, match="for each of the layers 0 to 1"):

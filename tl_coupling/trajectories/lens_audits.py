@@ -296,9 +296,10 @@ def lens_audit(
     distance varies by chance depends on along how many directions D the prompts do,
     `D = (tr Σ)² / tr Σ²` of their covariance: its square over `σ² (1/n + 1/n_L)` is
     compared with the F distribution with D and D (n - 1) degrees of freedom (Dempster
-    1958). Other weights, another rotary embedding and text of another kind are not told
-    apart: take prompts like those that the lens was fitted on. Of small changes see
-    `LensAudit.detectable`.
+    1958). That supposes Gaussian departures: right lenses of a handful of prompts are
+    refused more often than once in a thousand audits. Other weights, another rotary
+    embedding and text of another kind are not told apart: take prompts like those that
+    the lens was fitted on. Of small changes see `LensAudit.detectable`.
 
     Of the very prompts of the lens, all of them, nothing but rounding may be left:
     that finds far smaller changes. Where the lens has a digest of its weights, or what
@@ -317,8 +318,9 @@ def lens_audit(
 
     Raises:
         ValueError: fewer than two traces, or not as many as the lens has with
-            `of_its_prompts=True`; accuracy not in (0, 1]; a lens of another width or
-            without a layer of the model; and as `product_lens`.
+            `of_its_prompts=True`; accuracy not in (0, 1]; a lens of another width,
+            without a layer of the model, or that does not say how many prompts it has;
+            and as `product_lens`.
         TypeError: as `product_lens`.
 
     Cost: as `product_lens`; memory for `n L d²` numbers in float32 and `3 n d²` in
@@ -334,6 +336,11 @@ def lens_audit(
     """
     if not 0 < accuracy <= 1:
         raise ValueError(f"`accuracy` must lie in (0, 1], got {accuracy}")
+    if lens.n_prompts < 1:
+        raise ValueError(
+            "`lens.n_prompts` must be at least 1, and without it nothing is expected of a "
+            f"lens, got {lens.n_prompts}: set it to how many prompts it was fitted on"
+        )
     estimate = LensEstimate.of_lens(lens)
     prompts: list[Tensor] = []
     first: Trace | None = None
