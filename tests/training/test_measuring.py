@@ -99,6 +99,39 @@ def test_the_losses_of_50_steps_of_a_trainer_are_the_same(
     assert callback.steps == [0, 10, 20, 30, 40, 50]
 
 
+def test_a_trainer_in_16_bits_is_measured_in_float32(tmp_path: Path) -> None:
+    """It puts autocast into the model's own call, where it stays after training."""
+    from transformers import Trainer, TrainingArguments
+
+    model = model_in_training("llama")
+    data = [{"input_ids": torch.tensor(IDS[0]), "labels": torch.tensor(IDS[0])}] * 4
+    callback = tlc.training.CouplingCallback(IDS, every=1, k=4)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        bf16=True,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    twin = tiny.huggingface_model("llama")
+    twin.load_state_dict(model.state_dict())
+    expected = tlc.trace(twin, IDS[0])
+    last = callback.to_dataset()["mean_coupling"][-1]
+    assert float(last.squeeze()) == pytest.approx(
+        tlc.depth_coupling(expected, 4).mean(), abs=1e-6
+    )
+    # A model in memory is measured without it too, logits as well.
+    own_forward = vars(model)["forward"]
+    found = tlc.trace(model, IDS[0])
+    torch.testing.assert_close(found.residual, expected.residual)
+    stream = expected.residual[-1]
+    torch.testing.assert_close(found.logits(stream), expected.logits(stream))
+    assert vars(model)["forward"] == own_forward
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_coupling_is_that_of_the_saved_checkpoint(
     architecture: str, tokenizer_folder: Path, tmp_path: Path

@@ -246,7 +246,8 @@ def test_what_is_not_the_function_that_ran_is_refused() -> None:
         objective(half)
 
 
-def test_autocast_within_run_is_no_other_function() -> None:
+def test_autocast_within_run_is_off_in_blocks() -> None:
+    """Also where it rounds what enters the first of them."""
     model = tiny.huggingface_model("llama")
     blocks = tiny.layers_of(model)
 
@@ -254,8 +255,22 @@ def test_autocast_within_run_is_no_other_function() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             model(IDS)
 
-    value = tlc.training.coupling(blocks, run, K).item()
-    assert value == pytest.approx(objective(model).item(), abs=0.02)
+    value = tlc.training.coupling(blocks, run, K)
+    assert value.item() == pytest.approx(objective(model).item(), abs=1e-6)
+    depth = tlc.training.measure(blocks, run, K)
+    assert value.item() == pytest.approx(depth.coupling, abs=1e-6)
+    project = nn.Linear(8, 12)
+    network = nn.Sequential(*[PostNorm() for _ in range(2)])
+    x = torch.randn(1, 4, 8)
+
+    def projected() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            network(project(x))
+
+    J = tlc.training.jacobians(list(network), projected)
+    rounded = project(x).bfloat16().float()
+    expected = tlc.training.jacobians(list(network), lambda: network(rounded))
+    torch.testing.assert_close(J, expected, atol=0.05, rtol=0.05)
 
 
 # --- what it does to a model

@@ -9,6 +9,7 @@ Every derivative is checked against the function itself.
 
 from tl_coupling.blocks.arithmetic import (
     attributes_set,
+    autocast_off_within,
     exact_arithmetic,
     forwards_replaced,
     is_out_of_memory,

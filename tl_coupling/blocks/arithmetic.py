@@ -206,6 +206,50 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
                 leave()
 
 
+@contextmanager
+def autocast_off_within(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Call modules without autocast in this context, where their caller has it on.
+
+    A `Trainer` in 16 bits has, in the model's own `forward`. What autocast rounded on
+    the way to a module comes in the dtype of its weights again.
+    """
+    called: list[ExitStack] = []
+
+    def enter(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        weight = next(module.parameters(), torch.empty(0))
+        device = weight.device.type
+        autocast = ExitStack()
+        called.append(autocast)
+        if not torch.is_autocast_enabled(device):
+            return None
+        rounded = torch.get_autocast_dtype(device)
+        autocast.enter_context(torch.autocast(device, enabled=False))
+
+        def in_dtype_of_weights(x: Tensor) -> Tensor:
+            return x.to(weight.dtype) if x.dtype == rounded else x
+
+        args, kwargs = map_tensors([args, kwargs], in_dtype_of_weights)
+        return args, kwargs
+
+    def leave(*_: object) -> None:
+        if called:
+            called.pop().close()
+
+    with ExitStack() as hooks:
+        for module in dict.fromkeys(modules):
+            hooks.enter_context(
+                module.register_forward_pre_hook(enter, with_kwargs=True)
+            )
+            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            while called:
+                leave()
+
+
 def _parts_to_fill(model: Any) -> list[nn.Module]:
     """Return the parts of a model that get their weights one after the other.
 

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import FloatDtype, Text, checked
 from tl_coupling.blocks import tails
-from tl_coupling.blocks.arithmetic import exact_arithmetic, own_arithmetic
+from tl_coupling.blocks.arithmetic import (
+    autocast_off_within,
+    exact_arithmetic,
+    own_arithmetic,
+)
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.hooks import hooks_of_user, spliced_modules
@@ -170,7 +174,7 @@ def trace_modules(
             alone or first in a tuple. In the order in which they run. They may add in
             place: what is stored is never changed.
         run: runs the model once, on one input: `lambda: model(x)`. It must call every
-            block, each on what the one before gave.
+            block, each on what the one before gave. Blocks run without autocast.
         name: what results call the network; by default the blocks' class.
         str_tokens: the tokens' names; their positions by default.
         dtype: as in `trace`.
@@ -201,7 +205,7 @@ def trace_modules(
         check_computes_the_same(model)
     except ValueError as error:
         raise ValueError(f"`blocks` {error}") from None
-    with own_arithmetic(model):
+    with own_arithmetic(model), autocast_off_within(blocks):
         forward_pass = ForwardPass.record(model, blocks, run)
     dtype = _precision(dtype, forward_pass.calls[0].X.dtype)
     network = name or type(blocks[0]).__name__

@@ -97,7 +97,12 @@ def _copied_modules(model: nn.Module, owned: Collection[Tensor] = ()) -> Any:
         for tensor in (*model.parameters(), *model.buffers())
         if id(tensor) not in copied
     }
-    return copy.deepcopy(model, shared).eval()
+    copied_model = copy.deepcopy(model, shared).eval()
+    # After a `Trainer` in 16 bits the model's own call has autocast: this one has not.
+    own_forward = vars(copied_model).pop("_original_forward", None)
+    if own_forward is not None:
+        copied_model.forward = own_forward
+    return copied_model
 
 
 def _booted(modules: Any, tokenizer: Any, name: str) -> Any:

@@ -83,9 +83,10 @@ def measure(
 ) -> CouplingOfStep:
     """Measure coupling across depth of a model in training, and leave it as it was.
 
-    The model runs once in eval mode, without gradients. Whatever happens, the mode of
-    every module, the gradients, and the states of random numbers are as before, so that
-    losses that follow are the same to the bit.
+    The model runs once in eval mode, without gradients, its blocks in the dtype of their
+    weights also under autocast. Whatever happens, the mode of every module, the
+    gradients, and the states of random numbers are as before, so that losses that
+    follow are the same to the bit.
 
     Args:
         blocks: the model's residual blocks, in order, as in `trace_modules`: of a

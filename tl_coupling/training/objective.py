@@ -12,14 +12,19 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.blocks import BlockCall, BlockFunction, StepError
+from tl_coupling.blocks import (
+    BlockCall,
+    BlockFunction,
+    StepError,
+    autocast_off_within,
+)
 from tl_coupling.jacobians import Function
 from tl_coupling.spectra import check_kind, fitting_k
 from tl_coupling.training.measuring import undisturbed
 
 Frames = Literal["detached", "differentiated"]
 # How far a block, called again, may be from what it added before, as shares of that and
-# of the stream: autocast within `run` is nearer, another draw of dropout is not.
+# of the stream: kernels that round otherwise are nearer, another draw of dropout is not.
 _SHARE_OF_STEP = 0.1
 _SHARE_OF_STREAM = 0.01
 
@@ -202,7 +207,7 @@ def _recorded(
         step = call.rows(output).detach() - X.detach()
         functions.append(BlockFunction(len(functions), call, X, step))
 
-    with ExitStack() as hooks:
+    with autocast_off_within(blocks), ExitStack() as hooks:
         for block in blocks:
             hooks.enter_context(
                 block.register_forward_pre_hook(note_input, with_kwargs=True)
