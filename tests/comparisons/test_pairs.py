@@ -764,3 +764,5 @@ def test_some_rows_and_columns_are_a_part_of_the_map(deep, result, rows, cols):
 def test_layers_beside_rows_are_refused(deep):
     with pytest.raises(ValueError, match="give `layers`, for rows and columns, or"):
         tlc.depth_coupling(deep[0], layers=[1], rows=[1])
+    with pytest.raises(ValueError, match="`cols` is empty"):
+        tlc.depth_coupling(deep[0], 4, rows=[1], cols=[])

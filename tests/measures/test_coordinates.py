@@ -164,6 +164,8 @@ def test_bad_metrics_are_refused(tiny_trace, J):
         stream_metric([])
     with pytest.raises(TypeError, match="traced prompts"):
         stream_metric(["text"])
+    with pytest.raises(TypeError, match="got Trace: a list of traced prompts"):
+        stream_metric(tiny_trace)
     with pytest.raises(ValueError, match="shrinkage"):
         stream_metric([tiny_trace], shrinkage=2)
     with pytest.raises(ValueError, match="no extent"):

@@ -157,6 +157,10 @@ def test_bad_input_is_refused() -> None:
     blocks = tiny.layers_of(model)
     with pytest.raises(ValueError, match="`blocks` must be two or more"):
         tlc.training.coupling(blocks[:1], lambda: model(IDS), K)
+    with pytest.raises(ValueError, match="`blocks` is empty"):
+        tlc.training.jacobians([], lambda: model(IDS))
+    with pytest.raises(ValueError, match="`J` has NaN or infinite entries"):
+        tlc.training.coupling_of_jacobians(torch.full((2, 4, 4), torch.nan), 2)
     with pytest.raises(ValueError, match="`positions` must be within"):
         objective(model, positions=(9,))
     with pytest.raises(ValueError, match="must call each of the 2 blocks once"):

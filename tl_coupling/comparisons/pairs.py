@@ -155,7 +155,8 @@ def depth_coupling(
     if layers is not None:
         raise ValueError("give `layers`, for rows and columns, or `rows` and `cols`")
     row_connections, column_connections = [
-        _layers_at(trace, position, chosen).connections for chosen in (rows, cols)
+        _layers_at(trace, position, chosen, name).connections
+        for name, chosen in (("rows", rows), ("cols", cols))
     ]
     # Of rows that are not the columns no Jacobian is kept: they are read in turn.
     sides = decompose_sides(trace, row_connections, column_connections, k, options)
@@ -344,10 +345,13 @@ def _positions(trace: Trace, position: Sequence[int] | Literal["all"]) -> list[i
     return positions
 
 
-def _layers_at(trace: Trace, position: int, layers: Sequence[int] | None) -> Request:
+def _layers_at(
+    trace: Trace, position: int, layers: Sequence[int] | None, name: str = "layers"
+) -> Request:
     t = trace.position_index(position)
+    chosen = chosen_layers(trace, layers, name)
     # Input, output and the token that names the connection are one token.
-    connections = [Connection(layer, t, t, t) for layer in chosen_layers(trace, layers)]
+    connections = [Connection(layer, t, t, t) for layer in chosen]
     return Request(trace, connections)
 
 

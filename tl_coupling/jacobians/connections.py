@@ -63,12 +63,14 @@ def connected(
     return trace.blocks[trace.layer_index(layer)], t1, t2
 
 
-def chosen_layers(trace: Trace, layers: Sequence[int] | None) -> list[int]:
+def chosen_layers(
+    trace: Trace, layers: Sequence[int] | None, name: str = "layers"
+) -> list[int]:
     """Return the layers that are selected, counted from 0, or all."""
     if layers is None:
         return list(range(trace.n_layers))
     if not len(layers):
-        raise ValueError("`layers` is empty: wanted at least one layer")
+        raise ValueError(f"`{name}` is empty: wanted at least one layer")
     return [trace.layer_index(layer) for layer in layers]
 
 

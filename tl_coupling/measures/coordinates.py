@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
@@ -23,10 +23,13 @@ from tl_coupling.spectra import eigh, eigvalsh
 
 Without = Literal["identity"]
 Metric = Float[Tensor, "d_model d_model"]
+_SEVERAL_TRACES = "a list of traced prompts: `trace(model, prompt)` makes one"
 
 
 @checked
-def stream_metric(traces: Iterable[object], shrinkage: float = 0.01) -> Metric:
+def stream_metric(
+    traces: Annotated[Iterable[object], _SEVERAL_TRACES], shrinkage: float = 0.01
+) -> Metric:
     r"""Return the metric in which the residual stream has the same size in every direction.
 
     .. math::

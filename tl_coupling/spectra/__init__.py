@@ -6,7 +6,6 @@ from tl_coupling.spectra.checks import (
     check_cut,
     check_entries,
     check_k,
-    check_kind,
     check_matrices,
     fitting_k,
 )

@@ -19,7 +19,7 @@ from tl_coupling.blocks import (
     autocast_off_within,
 )
 from tl_coupling.jacobians import Function
-from tl_coupling.spectra import check_kind, fitting_k
+from tl_coupling.spectra import check_matrices, fitting_k
 from tl_coupling.training.measuring import undisturbed
 
 Frames = Literal["detached", "differentiated"]
@@ -121,8 +121,8 @@ def jacobians(
         function: as in `block_jacobian`.
 
     Raises:
-        ValueError: a position out of range, or a run that does not call each block once,
-            on one input; "branches" as in `block_jacobian`.
+        ValueError: no blocks, a position out of range, or a run that does not call each
+            block once, on one input; "branches" as in `block_jacobian`.
         StepError: a block that adds something else when it is called again.
 
     Cost: as `coupling`.
@@ -136,6 +136,8 @@ def jacobians(
         (torch.Size([1, 3, 16, 16]), True)
     """
     modules = list(blocks)
+    if not modules:
+        raise ValueError("`blocks` is empty: wanted at least one")
     if not positions:
         raise ValueError("`positions` is empty: wanted at least one token")
     with _evaluated_with_gradients(modules):
@@ -275,7 +277,8 @@ def coupling_of_jacobians(
         k, frames: as in `coupling`.
 
     Raises:
-        ValueError: fewer than two Jacobians, or a k out of range.
+        ValueError: fewer than two Jacobians, some that are not finite, or a k out of
+            range.
         TypeError: Jacobians in 16 bits, which have no SVD: `J.float()` has.
 
     Cost: an SVD of each, and `2 n_blocks² k d_model²` flops.
@@ -288,7 +291,7 @@ def coupling_of_jacobians(
     """
     if len(J) < 2:
         raise ValueError(f"`J` must hold two or more Jacobians, got {len(J)}")
-    check_kind(J)
+    check_matrices(J)
     k = fitting_k(k, J.shape[-1])
     decomposed = J.detach() if frames == "detached" else J
     U, _, Vh = torch.linalg.svd(decomposed)
