@@ -2,6 +2,7 @@
 blocks, hard spectra, and blocks without products.
 """
 
+import signal
 from typing import Any
 
 import pytest
@@ -308,6 +309,35 @@ def test_a_block_that_has_no_second_derivative_is_decomposed_in_full(tokenizer_f
     found = tlc.block_spectrum(trace, 1, 2)
     exact = torch.linalg.svdvals(tlc.block_jacobian(trace, 1))
     torch.testing.assert_close(found.S, exact[:2])
+
+
+def test_an_interrupt_takes_effect_between_products():
+    """Of a large block they take minutes: it does not wait for the triplets."""
+
+    class Counting(torch.nn.Linear):
+        calls, interrupted_at = 0, -1
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == self.interrupted_at:
+                signal.raise_signal(signal.SIGINT)
+            return x + torch.tanh(super().forward(x))
+
+    width = 256
+    block = Counting(width, width)
+    block.weight.data *= torch.logspace(0, -2, width)
+    x = torch.randn(1, 3, width)
+
+    def triplets() -> None:
+        trace = tlc.trace_modules([block], lambda: block(x))
+        assert WAY in tlc.block_spectrum(trace, 0, 16).method
+
+    triplets()
+    # The last but two: what comes before the products is over by then.
+    block.interrupted_at = 2 * block.calls - 2
+    with pytest.raises(KeyboardInterrupt):
+        triplets()
+    assert block.calls == block.interrupted_at
 
 
 def test_bad_input_is_refused(tiny_trace):
