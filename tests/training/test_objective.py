@@ -250,13 +250,14 @@ def test_what_is_not_the_function_that_ran_is_refused() -> None:
         objective(half)
 
 
-def test_autocast_within_run_is_off_in_blocks() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_within_run_is_off_in_blocks(dtype: torch.dtype) -> None:
     """Also where it rounds what enters the first of them."""
     model = tiny.huggingface_model("llama")
     blocks = tiny.layers_of(model)
 
     def run() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             model(IDS)
 
     value = tlc.training.coupling(blocks, run, K)
@@ -268,11 +269,11 @@ def test_autocast_within_run_is_off_in_blocks() -> None:
     x = torch.randn(1, 4, 8)
 
     def projected() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             network(project(x))
 
     J = tlc.training.jacobians(list(network), projected)
-    rounded = project(x).bfloat16().float()
+    rounded = project(x).to(dtype).float()
     expected = tlc.training.jacobians(list(network), lambda: network(rounded))
     torch.testing.assert_close(J, expected, atol=0.05, rtol=0.05)
 
