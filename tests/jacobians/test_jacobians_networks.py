@@ -4,6 +4,7 @@ whole original model.
 
 import itertools
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -351,3 +352,15 @@ def test_weights_that_change_after_the_trace_are_noticed() -> None:
         tlc.gradients.StepError, match="block 1 is not the function that was traced"
     ):
         tlc.block_jacobian(trace, 1)
+
+
+def test_weights_that_accelerate_leaves_on_disk(tmp_path):
+    """They are on no device until a block is called."""
+    model = tiny.huggingface_model("llama")
+    blocks = tiny.layers_of(model)
+    ids = torch.tensor([tiny.TOKENS])
+    expected = tlc.block_jacobians(tlc.trace_modules(blocks, lambda: model(ids)))
+    accelerate.disk_offload(model, str(tmp_path), execution_device="cpu")
+    assert {parameter.device.type for parameter in blocks.parameters()} == {"meta"}
+    found = tlc.block_jacobians(tlc.trace_modules(blocks, lambda: model(ids)))
+    torch.testing.assert_close(found, expected)

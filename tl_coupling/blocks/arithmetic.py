@@ -219,9 +219,11 @@ def autocast_off_within(modules: Sequence[nn.Module]) -> Iterator[None]:
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         weight = next(module.parameters(), torch.empty(0))
-        device = weight.device.type
         autocast = ExitStack()
         called.append(autocast)
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        # Where it computes: weights may be elsewhere until it is called.
+        device = next(tensors, weight).device.type
         if not torch.is_autocast_enabled(device):
             return None
         rounded = torch.get_autocast_dtype(device)
