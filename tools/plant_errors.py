@@ -94,6 +94,9 @@ def _changed(node: ast.AST) -> ast.expr | None:
             changed = copy.deepcopy(node)
             changed.ops[0] = OPPOSITES[type(operator)]()
         case ast.Constant(value=number) if type(number) in (int, float):
+            # One more than 1e50 is 1e50.
+            if number + 1 == number:
+                return None
             changed = ast.Constant(number + 1)
         case _:
             return None
