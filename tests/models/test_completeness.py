@@ -309,6 +309,21 @@ def test_a_checkpoint_without_a_head_is_measured_without_logits(
     assert shapes.logit_lens_entropy is None
 
 
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_it_has_one_digest_however_random_numbers_stand(
+    architecture: str, tmp_path: Path
+) -> None:
+    folder = str(headless(tmp_path, architecture))
+    digests = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        trace = tlc.trace(tlc.load_model(folder), tiny.TOKENS)
+        assert torch.equal(torch.get_rng_state(), state)
+        digests.add(trace.provenance["weights_digest"])
+    assert len(digests) == 1
+
+
 def test_a_survey_of_it_has_no_loss_and_says_so(tmp_path: Path) -> None:
     trace = tlc.trace(tlc.load_model(str(headless(tmp_path))), tiny.TOKENS)
     settings = Settings(k=(3,))

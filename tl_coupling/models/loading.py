@@ -26,7 +26,12 @@ from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.hooked import load_hooked
 from tl_coupling.models.in_memory import bridge_around
-from tl_coupling.models.load_request import Backend, LoadRequest, Memory
+from tl_coupling.models.load_request import (
+    UNTRAINED_SEED,
+    Backend,
+    LoadRequest,
+    Memory,
+)
 from tl_coupling.models.loaded import describe_kind
 from tl_coupling.models.patched_transformer_lens import nothing_installed
 from tl_coupling.models.refusals import refuse_depth, refuse_no_folder
@@ -165,6 +170,9 @@ def load_model(
 def _loaded(request: LoadRequest, device: torch.device) -> nn.Module:
     # Building a bridge draws random numbers; the caller's generator is left as it was.
     with torch.random.fork_rng(devices=[]), nothing_installed(request.name):
+        # A head that the checkpoint lacks is drawn: the same in every process, so that
+        # the digest of the weights is.
+        torch.default_generator.manual_seed(UNTRAINED_SEED)
         source = _source(request.name)
         if not request.is_file:
             refuse_no_folder(source)

@@ -25,8 +25,8 @@ def fresh_model(
         attention: HuggingFace's name of the attention's implementation; None for its
             default.
     """
-    # The caller's generator is put back by `load_model`.
-    torch.manual_seed(UNTRAINED_SEED)
+    # That of the CPU alone: `load_model` puts it back as the caller had it.
+    torch.default_generator.manual_seed(UNTRAINED_SEED)
     return auto.from_config(
         config,
         dtype=dtype,
