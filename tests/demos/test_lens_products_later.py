@@ -116,3 +116,5 @@ def test_the_page_has_the_committed_numbers():
     excess = means.unstack("control").xs(0, level="layer").xs("defect", level="measure")
     excess = excess["own"] - excess["other prompts"]
     assert excess["later"] > excess["same"] + 0.02
+    for tokens in ("same", "later"):
+        assert f"{excess[tokens]:.3f}"[1:] in section
