@@ -24,7 +24,7 @@ model; `SMALL=1`: seconds, of three prompts and four blocks.
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -248,27 +248,33 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(
+    description: str | None = __doc__,
+    results: Path = RESULTS,
+    out: Path = Path("out/lens_products"),
+    measure: Callable[[str, int], pandas.DataFrame] = measured,
+    say: Callable[[str, pandas.DataFrame], str] = report,
+) -> None:
     """Measure models, and print what the results say."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--texts", type=int, default=N_TEXTS)
-    parser.add_argument("--out", type=Path, default=Path("out/lens_products"))
+    parser.add_argument("--out", type=Path, default=out)
     parser.add_argument(
         "--table", action="store_true", help="print the committed results alone"
     )
     options = parser.parse_args()
     if options.table:
-        for path in sorted(RESULTS.glob("*.csv")):
-            print(report(path.stem, pandas.read_csv(path)))
+        for path in sorted(results.glob("*.csv")):
+            print(say(path.stem, pandas.read_csv(path)))
         return
     for name in options.models:
         path = options.out / f"{Path(name).stem}.csv"
         if not path.exists():
-            keep(measured(name, options.texts), path)
-        print(report(path.stem, pandas.read_csv(path)))
+            keep(measure(name, options.texts), path)
+        print(say(path.stem, pandas.read_csv(path)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ what is there is not run again. About ten minutes of one core; `SMALL=1`: second
 three texts and four blocks.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,8 @@ from tqdm import tqdm
 
 import lens_products as study
 import tl_coupling as tlc
-from lens_products import IS_SMALL, N_DRAWS, N_TEXTS, OTHER_PROMPTS, OWN, TURNED, K
+from lens_products import IS_SMALL, N_DRAWS, OTHER_PROMPTS, OWN, TURNED, K
 from paths import distinct_texts
-from shared_directions import keep
 from tl_coupling.blocks import pull_back_span
 from tl_coupling.measures import mean_random_coupling, random_rotations
 
@@ -234,28 +232,5 @@ def report(name: str, table: pandas.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure models, and print what the results say."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--texts", type=int, default=N_TEXTS)
-    parser.add_argument("--out", type=Path, default=Path("out/lens_products/later"))
-    parser.add_argument(
-        "--table", action="store_true", help="print the committed results alone"
-    )
-    options = parser.parse_args()
-    if options.table:
-        for path in sorted(RESULTS.glob("*.csv")):
-            print(report(path.stem, pandas.read_csv(path)))
-        return
-    for name in options.models:
-        path = options.out / f"{Path(name).stem}.csv"
-        if not path.exists():
-            keep(measured(name, options.texts), path)
-        print(report(path.stem, pandas.read_csv(path)))
-
-
 if __name__ == "__main__":
-    main()
+    study.main(__doc__, RESULTS, Path("out/lens_products/later"), measured, report)

@@ -45,6 +45,8 @@ _OUT_OF_MEMORY = (
     "out of memory",
     "bad_alloc",
 )
+# Of a call: by place, and by name.
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # What `forwards_replaced` changes of a module.
 _OWN_CALL = {"forward", "_forward_hooks", "_forward_pre_hooks"}
 
@@ -177,33 +179,19 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
     context.
     """
     device = next(model.parameters()).device
-    called: list[ExitStack] = []
 
-    def enter(part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def enter(weights: ExitStack, part: nn.Module, arguments: _Arguments) -> _Arguments:
         hear_interrupts()
-        weights = ExitStack()
-        called.append(weights)
+        args, kwargs = arguments
         if looks_up(part) and args:
             changes, ids = looked_up(part, args[0], dtype)
             weights.enter_context(attributes_set(changes))
-            return (ids, *args[1:])
+            return (ids, *args[1:]), kwargs
         weights.enter_context(exact_arithmetic(device, [part], dtype))
-        return None
+        return arguments
 
-    def leave(*_: object) -> None:
-        # torch calls it as well where a hook before ours raised.
-        if called:
-            called.pop().close()
-
-    with ExitStack() as hooks:
-        for part in _parts_to_fill(model):
-            hooks.enter_context(part.register_forward_pre_hook(enter))
-            hooks.enter_context(part.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            while called:
-                leave()
+    with _entered_when_called(_parts_to_fill(model), enter):
+        yield
 
 
 @contextmanager
@@ -213,19 +201,17 @@ def autocast_off_within(modules: Sequence[nn.Module]) -> Iterator[None]:
     A `Trainer` in 16 bits has, in the model's own `forward`. What autocast rounded on
     the way to a module comes in the dtype of its weights again.
     """
-    called: list[ExitStack] = []
 
     def enter(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
+        autocast: ExitStack, module: nn.Module, arguments: _Arguments
+    ) -> _Arguments:
+        args, kwargs = arguments
         weight = next(module.parameters(), torch.empty(0))
-        autocast = ExitStack()
-        called.append(autocast)
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         # Where it computes: weights may be elsewhere until it is called.
         device = next(tensors, weight).device.type
         if not torch.is_autocast_enabled(device):
-            return None
+            return arguments
         rounded = torch.get_autocast_dtype(device)
         autocast.enter_context(torch.autocast(device, enabled=False))
 
@@ -235,21 +221,43 @@ def autocast_off_within(modules: Sequence[nn.Module]) -> Iterator[None]:
         args, kwargs = map_tensors([args, kwargs], in_dtype_of_weights)
         return args, kwargs
 
-    def leave(*_: object) -> None:
+    with _entered_when_called(modules, enter):
+        yield
+
+
+@contextmanager
+def _entered_when_called(
+    modules: Sequence[nn.Module],
+    enter: Callable[[ExitStack, nn.Module, _Arguments], _Arguments],
+) -> Iterator[None]:
+    """Surround each call of these modules, in this context, by contexts of its own.
+
+    `enter` puts them on the stack of the call, and returns the call's arguments.
+    """
+    called: list[ExitStack] = []
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments:
+        stack = ExitStack()
+        called.append(stack)
+        return enter(stack, module, (args, kwargs))
+
+    def after(*_: object) -> None:
+        # torch calls it as well where a hook before ours raised.
         if called:
             called.pop().close()
 
     with ExitStack() as hooks:
         for module in dict.fromkeys(modules):
-            hooks.enter_context(
-                module.register_forward_pre_hook(enter, with_kwargs=True)
-            )
-            hooks.enter_context(module.register_forward_hook(leave, always_call=True))
+            hook = module.register_forward_pre_hook(before, with_kwargs=True)
+            hooks.enter_context(hook)
+            hooks.enter_context(module.register_forward_hook(after, always_call=True))
         try:
             yield
         finally:
             while called:
-                leave()
+                after()
 
 
 def _parts_to_fill(model: Any) -> list[nn.Module]:

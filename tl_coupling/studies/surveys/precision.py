@@ -166,11 +166,7 @@ def precision_sweep(
             "precisions are compared in one orientation, "
             f"got {', '.join(settings.orientations)}"
         )
-    if (settings.without, settings.metric, settings.method) != (
-        None,
-        None,
-        "jacobians",
-    ):
+    if settings.without or settings.metric or settings.method != "jacobians":
         raise ValueError(
             "precisions are compared by whole Jacobians: leave `without`, `metric` and "
             "`method` out of the settings"
