@@ -170,7 +170,7 @@ def test_what_a_tokenizer_returns_of_padding_or_pairs_is_refused(
     pair = {"input_ids": [[0, 7, 8]], "token_type_ids": [[0, 0, 1]]}
     for batch, message in (
         (padded, "`prompt` must be unpadded: its attention mask leaves tokens out"),
-        (pair, "`prompt` must be one segment"),
+        (pair, "'token_type_ids' is no argument of LlamaForCausalLM; leave it out"),
         (tokenizer(["w7", "w8"]), "of one prompt; got shape"),
         (tokenizer(["w7", "w8 w9"]), "must be one prompt, got several"),
         ({"pixel_values": torch.ones(1, 3, 4, 4)}, "must hold 'input_ids'"),

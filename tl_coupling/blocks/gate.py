@@ -355,7 +355,7 @@ class CheckedBlock(EvaluatedBlock):
 
         It does to the last bit but one.
         """
-        with own_arithmetic(recorded.call.module):
+        with own_arithmetic(recorded.call.module), recorded.call.as_recorded():
             try:
                 Y = recorded.call(recorded.X)
             except Exception as error:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import warn_caller
 from tl_coupling.models.facts import facts_of
+from tl_coupling.models.own_model import OwnModel
 
 _PACKAGES = ("tl-coupling", "transformer-lens", "transformers", "torch", "numpy")
 # In which fields of a HuggingFace configuration models declare how many positions they
@@ -30,13 +31,11 @@ _WANTED = (
 _N_SAMPLED = 4
 # Rows of the embedding whose mean shows whether writing weights are centred.
 _N_ROWS_OF_EMBEDDING = 1000
-# An object, the name of one of its attributes, and the value that this is to have.
-Change = tuple[object, str, object]
 
 
 def is_bridge(model: nn.Module) -> bool:
-    """Say whether this is a TransformerBridge, which wraps a HuggingFace model, rather
-    than a HookedTransformer.
+    """Say whether this wraps a HuggingFace model, as a TransformerBridge and an
+    `OwnModel` do, rather than a HookedTransformer.
     """
     return getattr(model, "original_model", None) is not None
 
@@ -155,11 +154,17 @@ def describe_model(
     own_name = getattr(model.cfg, "model_name", type(model).__name__)
     return {
         **(facts_of(model).loaded_as or {"model": own_name}),
-        "backend": "bridge" if is_bridge(model) else "hooked",
+        "backend": _backend(model),
         "architecture": type(getattr(model, "original_model", model)).__name__,
         **_common_provenance(model, residual),
         "weight_processing": processing or ["none"],
     }
+
+
+def _backend(model: nn.Module) -> str:
+    if isinstance(model, OwnModel):
+        return "huggingface"
+    return "bridge" if is_bridge(model) else "hooked"
 
 
 def missing_head(model: nn.Module) -> str | None:

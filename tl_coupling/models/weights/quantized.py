@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
-from tl_coupling.models.loaded import Change, is_packed, version
+from tl_coupling.models.loaded import is_packed, version
+from tl_coupling.models.module_state import Change
 
 Quantization = Literal["nf4", "int8"]
 _INSTALL = {

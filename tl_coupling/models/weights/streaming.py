@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tl_coupling.models.completeness import LoadedWeights, load_whole
-from tl_coupling.models.loaded import Change
 from tl_coupling.models.model_files import FileState
+from tl_coupling.models.module_state import Change
 from tl_coupling.models.patched_transformers import skip_reading_weights
 from tl_coupling.models.stored import Stored, StoredParameter, stored_parameters
 
