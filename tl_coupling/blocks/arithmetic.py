@@ -36,6 +36,8 @@ from tl_coupling.models import (
 # What the measuring thread has entered and not yet left: device, dtype, and the modules'
 # ids.
 _entered: list[tuple[object, ...]] = []
+# Nobody's own.
+_SEED = 0x7C_0FFEE
 # How HuggingFace's mixtures compute their experts; the public property beside it also
 # sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
@@ -128,6 +130,9 @@ def exact_arithmetic(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_not_compiled())
             stack.enter_context(left_as_found(modules))
+            if modules:
+                # A block that draws at random shall draw others than in the trace.
+                torch.default_generator.manual_seed(_SEED)
             stack.callback(_forget_graphs, modules)
             if dtype is not None:
                 stack.enter_context(attributes_set(_computing_in(modules, dtype)))

@@ -37,6 +37,7 @@ from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.blocks.gate import CheckedBlock
 from tl_coupling.blocks.linearisation import Linearisation
 from tl_coupling.blocks.stream_norms import stream_norms
+from tl_coupling.models import left_as_found
 
 Path = Literal[
     "token_local_linearised",
@@ -199,7 +200,9 @@ class BlockFunction(CheckedBlock):
         with self.evaluation():
             for path, evaluate in ways:
                 try:
-                    y, result = evaluate()
+                    # What a way does to tables of positions, the next one shall not see.
+                    with left_as_found([self.call.module]):
+                        y, result = evaluate()
                     uJ = products(result)
                 except BlockError:
                     continue
