@@ -14,7 +14,7 @@ from tl_coupling.models import (
     backward_hooks_on,
     hooks_on,
     is_of_user,
-    weights_digest,
+    module_digest,
 )
 
 # Where a module keeps the hooks on its forward pass.
@@ -22,8 +22,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WRAPPED = "_original_component"
 # How `OwnModel` calls the model that it holds.
 _OWN = "original_model."
-# Of a checksum, in words.
+# Of a checksum, in words; and where there is none.
 _DIGITS = 16
+_UNKNOWN = "(weights not known)"
 
 
 def hooks_of_user(model: nn.Module) -> list[str]:
@@ -96,16 +97,17 @@ def path_of_user(path: str) -> str:
 
 def spliced_modules(model: nn.Module) -> dict[str, str]:
     """Return the modules that stand where hook points would (an SAE of SAELens), by the
-    name of the place: their class, and a checksum of their weights.
+    name of the place: their class, and a checksum of their weights, or that these are not
+    known.
     """
     spliced: dict[str, str] = {}
     for path, module in model.named_modules():
         # Hook points are named so in both classes of TransformerLens.
         is_place = path.rpartition(".")[2].startswith("hook_")
         if is_place and not _is_hook_point(module):
-            digest = weights_digest(module) or ""
-            name = f"{type(module).__name__} {digest[:_DIGITS]}"
-            spliced[path_of_user(path)] = name.strip()
+            digest = module_digest(module)
+            known = _UNKNOWN if digest is None else digest[:_DIGITS]
+            spliced[path_of_user(path)] = f"{type(module).__name__} {known}"
     return spliced
 
 

@@ -2,6 +2,7 @@
 # ruff: noqa: F401
 
 from tl_coupling.models.devices import named_device
+from tl_coupling.models.digests import module_digest, weights_digest
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
@@ -26,7 +27,6 @@ from tl_coupling.models.loaded import (
     is_packed,
     missing_head,
     reads_pixels,
-    weights_digest,
 )
 from tl_coupling.models.loading import empty_model, load_model
 from tl_coupling.models.made_of import MadeOf
