@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks.applied import Applied
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.components import (
     Components,
@@ -83,9 +84,13 @@ class BlockFunction(CheckedBlock):
     def __call__(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> Float[Tensor, "n_pos d_model"]:
-        """Return `f(X)`, on the full sequence."""
-        with self.evaluation():
-            return self.added(X)
+        """Return `f(X)`, on the full sequence.
+
+        It is differentiable in X once, by reverse and by forward mode: `torch.func`,
+        `torch.autograd` and `backward` see the block, whose weights are constants.
+        """
+        value: Tensor = Applied.apply(X, self)
+        return value
 
     def branches(self) -> "BlockFunction":
         """Return what the block's residual branches add to the stream.
