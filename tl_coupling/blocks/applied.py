@@ -51,10 +51,10 @@ class Applied(torch.autograd.Function):
         """Return the change of f along a change of X, which has no derivative itself."""
         (X,) = ctx.saved_tensors
         with ctx.block.evaluation():
-            _, change = torch.func.jvp(
+            moved: Any = torch.func.jvp(
                 ctx.block.added, (X.detach(),), (tangent.detach(),)
             )
-        return _once(change, X, tangent)
+        return _once(moved[1], X, tangent)
 
 
 class _Once(torch.autograd.Function):
