@@ -161,8 +161,9 @@ def _booted(modules: Any, tokenizer: Any, name: str) -> Any:
     try:
         # As `load_model` has it: the parts of attention can be seen.
         modules.set_attn_implementation("eager")
-        # By its class, which a configuration need not name, a bridge is chosen.
-        modules.config.architectures = [type(modules).__name__]
+        # By that a bridge is chosen, and not every configuration names it.
+        if not modules.config.architectures:
+            modules.config.architectures = [type(modules).__name__]
         with torch.random.fork_rng(devices=[]):
             return TransformerBridge.boot_transformers(
                 name,

@@ -62,7 +62,7 @@ def _path_of_blocks(bridge: Any, paths: Mapping[nn.Module, str]) -> str | None:
     """Return the path of the list of blocks in the model that a bridge was put around;
     None where its blocks are not that model's.
     """
-    blocks: Any = bridge.blocks
+    blocks: Any = getattr(bridge, "blocks", ())
     originals = [getattr(block, "original_component", block) for block in blocks]
     lists = {paths.get(block, "").rpartition(".")[0] for block in originals}
     return lists.pop() if len(lists) == 1 else None
