@@ -35,6 +35,10 @@ _WHAT_TO_DO = {
         "or 'smollm2-135m'"
     ),
 }
+_LACKS_PACKAGE = (
+    "it needs a package that is not installed, or another version of one, as the "
+    "message says"
+)
 _OTHERWISE = (
     "wanted a HuggingFace hub name, a local folder in HuggingFace format, or "
     "'smollm2-135m'"
@@ -50,7 +54,8 @@ def advice(error: Exception) -> str:
             return meaning
     if "Could not determine supported architecture" in message:
         return _no_adapter(message)
-    what_to_do = _OTHERWISE
+    is_import = isinstance(error, ImportError)
+    what_to_do = _LACKS_PACKAGE if is_import else _OTHERWISE
     for pattern, known_advice in _WHAT_TO_DO.items():
         if re.search(pattern, message):
             what_to_do = known_advice

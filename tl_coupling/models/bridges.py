@@ -192,6 +192,7 @@ class _BridgeLoading:
             self._weight_facts["adapter"] = adapter
         options["config"] = config
         options["dtype"] = torch_dtype
+        quantized.refuse_format(name, config)
         if self._request.is_streamed:
             quantized.refuse_streaming(name, quantized.how_saved(config))
             hollow = hollow_model(name, auto, source, self._device, **options)

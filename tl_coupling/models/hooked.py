@@ -101,8 +101,8 @@ def _huggingface_weights(
         fresh = fresh_model(auto, config, request.dtype, trusted, None)
         return LoadedWeights(fresh, missing_of_head=())
     options: dict[str, Any] = {**where, "config": config, "dtype": request.dtype}
-    if quantized.how_saved(config) == "mxfp4":
-        # The one form of quantised weights that TransformerLens 3 has dequantised.
+    if quantized.how_saved(config) is not None:
+        # TransformerLens 3 would take codes for weights.
         options |= quantized.loading_options(
             request.name, config, None, torch.device("cpu"), request.dtype
         )
