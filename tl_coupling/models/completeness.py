@@ -3,7 +3,7 @@ find in a checkpoint, it draws at random; what it finds besides, it leaves out.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -204,17 +204,7 @@ def _check(described: str, model: Any, contents: Contents) -> list[str]:
             "they would be random: save it again, with HuggingFace's "
             "`save_pretrained`, from the whole model"
         )
-    mismatched = list(contents.of_another_shape())
-    if mismatched:
-        shapes = [
-            f"{key} is {shape}, wanted {expected}"
-            for key, shape, expected in mismatched[:_N_NAMED]
-        ]
-        raise ModelError(
-            f"{described} holds {len(mismatched)} weights of another shape than its "
-            f"configuration says: {'; '.join(shapes)}; load it with its own "
-            "configuration"
-        )
+    refuse_other_shapes(described, reading.report.mismatched_keys)
     deeper = _deeper_weights(model, contents)
     if deeper:
         raise ModelError(
@@ -222,6 +212,7 @@ def _check(described: str, model: Any, contents: Contents) -> list[str]:
             f"configuration does not have: {_named(deeper)}; load it with its own "
             "configuration"
         )
+    _refuse_replaced(described, contents)
     refuse_unplaced(
         described,
         left,
@@ -249,18 +240,49 @@ def refuse_unplaced(
         )
 
 
+def refuse_other_shapes(
+    described: str, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]
+) -> None:
+    """Raise ModelError on weights of another shape than their model's; none is fine.
+
+    Args:
+        described: what the message calls the model.
+        mismatched: the name of each, its shape, and the one that the model needs.
+    """
+    shapes = [
+        f"{key} is {list(shape)}, wanted {list(expected)}"
+        for key, shape, expected in sorted(mismatched)
+    ]
+    if shapes:
+        raise ModelError(
+            f"{described} holds {len(shapes)} weights of another shape than its "
+            f"configuration says: {'; '.join(shapes[:_N_NAMED])}; load it with its own "
+            "configuration"
+        )
+
+
+def _refuse_replaced(described: str, contents: Contents) -> None:
+    if contents.replaced:
+        names = sorted(tensor.name for tensor in contents.replaced)
+        raise ModelError(
+            f"{described} holds {_named(names)} more than once, under another name or in "
+            "another file, with other numbers: save it again, with HuggingFace's "
+            "`save_pretrained`, from the model that is meant"
+        )
+
+
 def _refuse_codes(described: str, contents: Contents) -> None:
     codes = contents.codes()
     if not codes:
         return
     dtypes = sorted({tensor.dtype_name for tensor in codes})
     kind = format_of_tensors(contents.tensors, dtypes)
-    looks_like = f" (they look like {kind})" if kind else ""
+    looks_like = f", which looks like {kind}" if kind else ""
     raise ModelError(
-        f"{described} holds {len(codes)} tensors of {', '.join(dtypes)}{looks_like}: "
-        f"{_named(sorted(tensor.name for tensor in codes))}; nothing in its "
-        "configuration (`quantization_config`) says for which numbers these codes "
-        f"stand, or not for all of them: {FLOAT_INSTEAD}"
+        f"{described} holds {', '.join(dtypes)} in place of floating point{looks_like}: "
+        f"{_named(sorted(tensor.name for tensor in codes))}; its configuration has no "
+        "`quantization_config` that says for which numbers these codes stand, or none "
+        f"that covers them all: {FLOAT_INSTEAD}"
     )
 
 
@@ -268,13 +290,18 @@ def _refuse_unconverted(described: str, reading: Reading) -> None:
     """Raise ModelError on tensors that transformers could not make weights of."""
     _refuse_partial_blocks(described, reading)
     errors = reading.report.conversion_errors
-    if errors:
-        reason = " ".join(next(iter(errors.values())).strip().splitlines()[-1].split())
-        raise ModelError(
-            f"{described} holds tensors from which transformers cannot make "
-            f"{_named(sorted(errors))} ({reason[:_MOST_QUOTED]}): some are missing, or "
-            f"of another shape; {FLOAT_INSTEAD}"
-        )
+    if not errors:
+        return
+    # A traceback, the message, and a line that names the weight again.
+    lines = str(next(iter(errors.values()))).strip().splitlines()
+    reason = lines[-2].strip() if len(lines) > 1 else lines[-1]
+    unplaced = unplaced_names(reading)
+    hint = f"; what it holds besides: {_named(sorted(unplaced))}" if unplaced else ""
+    raise ModelError(
+        f"{described} lacks tensors of which {_named(sorted(errors))} is made, or holds "
+        f"some of another shape ({reason[:_MOST_QUOTED]}){hint}; save it again, "
+        "with HuggingFace's `save_pretrained`, from the whole model"
+    )
 
 
 def _refuse_partial_blocks(described: str, reading: Reading) -> None:

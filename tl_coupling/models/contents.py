@@ -1,7 +1,7 @@
 """What became of each tensor of a checkpoint: a weight, a part of one, or nothing."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,14 @@ class Contents:
     Attributes:
         reading: what transformers read of it.
         tensors: by name; none of a GGUF file, whose own reader knows them.
-        left: those that the model was not given, and that it cannot do without.
+        left: those that the model has no place for, and cannot do without.
+        replaced: those whose place in the model another tensor took, of other numbers.
     """
 
     reading: Reading
     tensors: Mapping[str, FileTensor]
     left: Sequence[LeftTensor]
+    replaced: Sequence[FileTensor]
 
     @classmethod
     def from_reading(cls, model: Any, reading: Reading) -> "Contents":
@@ -41,14 +43,20 @@ class Contents:
         ]
         if not reading.files:
             # Only their names are known.
-            unplaced = [
-                FileTensor("", name, torch.float32, ()) for name in reading.places
-            ]
-        left_out = [_left(tensor, model, reading) for tensor in unplaced]
+            unplaced = [FileTensor("", name, torch.float32, ()) for name in places]
+        left_out = [
+            LeftTensor(
+                tensor,
+                places[tensor.name].weight,
+                model,
+                reading.weights,
+                reading.quantization is not None,
+            )
+            for tensor in unplaced
+        ]
         needed = [left for left in left_out if reason_to_leave(left) is None]
         replaced = [*_overwritten(all_tensors), *_collided(tensors, reading)]
-        needed += [_left(tensor, model, reading) for tensor in replaced]
-        return cls(reading, tensors, needed)
+        return cls(reading, tensors, needed, replaced)
 
     @property
     def unplaced(self) -> list[str]:
@@ -89,25 +97,18 @@ class Contents:
         return {
             Place(weight, pattern)
             for weight, count in counts.items()
-            if len(count) > 1 and len(set(count.values())) == 1
+            if _is_whole(count)
             for pattern in count
         }
 
-    def of_another_shape(self) -> Iterator[tuple[str, list[int], list[int]]]:
-        """Yield names of weights with the shape that the file has, and the one that the
-        model needs.
-        """
-        for name, shape, expected in sorted(self.reading.report.mismatched_keys):
-            yield name, list(shape), list(expected)
-        if not self.reading.stays_in_files:
-            return
-        for tensor in self.tensors.values():
-            place = self.reading.places[tensor.name]
-            weight = self.reading.weights.get(place.weight)
-            if weight is None or place.pattern is not None:
-                continue
-            if weight.shape != tensor.shape:
-                yield place.weight, list(tensor.shape), list(weight.shape)
+
+def _is_whole(count: Counter[str]) -> bool:
+    """Say whether each of the codes has all that belongs to it, by how often each
+    pattern of names was met.
+    """
+    # Scales that are codes themselves have a scale and a table, both called nested.
+    n_nested = sum("nested" in pattern for pattern in count)
+    return len(count) > 1 and len(set(count.values())) == 1 and n_nested in (0, 2)
 
 
 def unplaced_names(reading: Reading) -> list[str]:
@@ -117,12 +118,6 @@ def unplaced_names(reading: Reading) -> list[str]:
         for name, place in reading.places.items()
         if place.weight not in reading.weights
     ]
-
-
-def _left(tensor: FileTensor, model: Any, reading: Reading) -> LeftTensor:
-    is_quantized = reading.quantization is not None
-    weight = reading.places[tensor.name].weight
-    return LeftTensor(tensor, weight, model, reading.weights, is_quantized)
 
 
 def _overwritten(tensors: Iterable[FileTensor]) -> list[FileTensor]:

@@ -60,8 +60,6 @@ class Reading(NamedTuple):
             saved in; None for floating point.
         unpacked_patterns: the patterns of the conversions that take codes and their
             scales together.
-        stays_in_files: whether weights were located alone; of these transformers looks
-            at no shape.
     """
 
     files: tuple[str, ...]
@@ -70,7 +68,6 @@ class Reading(NamedTuple):
     report: Any
     quantization: Any = None
     unpacked_patterns: frozenset[str] = frozenset()
-    stays_in_files: bool = False
 
 
 @contextmanager
@@ -116,7 +113,6 @@ def noted_readings() -> Iterator[list[Reading]]:
                 report=result[0],
                 quantization=_quantization(config),
                 unpacked_patterns=_unpacked_patterns(config),
-                stays_in_files="disk" in (config.device_map or {}).values(),
             )
         )
         return result
