@@ -103,6 +103,10 @@ def _later_layers(left: LeftTensor) -> range:
     return range(left.depth, left.depth + max(n_later, int(is_named)))
 
 
+def _always(_: LeftTensor, __: re.Match[str]) -> bool:
+    return True
+
+
 def _is_vector(left: LeftTensor, _: re.Match[str]) -> bool:
     return len(left.tensor.shape) == 1
 
@@ -175,6 +179,11 @@ _HARMLESS = (
         r"(^|[._])inv_freq$|(^|\.)rope\.freqs$",
         "angles of rotations, which the configuration says",
         _is_vector,
+    ),
+    _Harmless(
+        r"(^|\.)rotary_emb\.(cos|sin)(_cached)?$",
+        "cosines and sines of these angles at each position",
+        _always,
     ),
     _Harmless(
         r"(^|\.)masked_bias$|(^|\.)version$",
