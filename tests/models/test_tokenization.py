@@ -82,6 +82,27 @@ def test_a_folder_of_bert_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
     assert tlc.trace(model, [1, 2, 3]).str_tokens == ("1", "2", "3")
 
 
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("untrained", [False, True])
+def test_a_folder_with_code_and_no_tokenizer_takes_ids(
+    untrained: bool, memory: str, tmp_path: Path
+) -> None:
+    if untrained and memory == "stream":
+        pytest.skip("an untrained model has no files")
+    tiny.huggingface_model("llama").save_pretrained(folder := tmp_path / "model")
+    model_folders.bring_own_code(folder, tmp_path / "executed")
+    with pytest.raises(tlc.ModelError, match="comes with Python code of its own"):
+        tlc.load_model(str(folder), memory=memory, untrained=untrained)
+    assert not (tmp_path / "executed").exists()
+    model = tlc.load_model(
+        str(folder), memory=memory, untrained=untrained, trust_remote_code=True
+    )
+    assert model.tokenizer is None
+    assert tlc.trace(model, tiny.TOKENS).n_pos == len(tiny.TOKENS)
+    with pytest.raises(ValueError, match="has no tokenizer: give the prompt as token"):
+        tlc.trace(model, "w7")
+
+
 def test_a_damaged_tokenizer_is_no_missing_one(tmp_path: Path) -> None:
     tiny.huggingface_model("llama").save_pretrained(tmp_path)
     tiny.save_tokenizer(tmp_path)
