@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import tiny
 import tl_coupling as tlc
@@ -63,6 +63,7 @@ HARMLESS: dict[str, tuple[str, State, dict[str, Any]]] = {
     "values": ("gpt2", {"v_head.summary.weight": random(1, 32)}, {}),
     "later tokens": ("llama", {"mtp.layers.0.mlp.up_proj.weight": random(48, 32)}, {}),
     "later tokens, in the body": ("llama", {"model.mtp_block.0.norm.weight": random(32)}, {}),
+    "Medusa's heads": ("llama", {"medusa_head.0.1.weight": random(100, 32)}, {}),
     "a later layer": (
         "llama",
         {"model.layers.2.eh_proj.weight": random(32, 64)},
@@ -184,10 +185,11 @@ def test_a_name_alone_is_no_reason(
     assert "\n" not in str(caught.value)
 
 
-class Model:
+class Model(nn.Module):
     """What rules ask of a model."""
 
     def __init__(self, **fields: object) -> None:
+        super().__init__()
         self.config = type("Config", (), {"num_hidden_layers": 4, **fields})()
 
 
@@ -233,3 +235,22 @@ def test_scales_of_activations_where_weights_are_dequantised() -> None:
     tensor = FileTensor("", name, torch.float32, ())
     assert reason_to_leave(LeftTensor(tensor, name, Model(), {})) is None
     assert reason_to_leave(LeftTensor(tensor, name, Model(), {}, is_quantized=True))
+
+
+def test_a_buffer_that_the_model_makes_by_itself(tmp_path: Path) -> None:
+    """XGLM's table of sinusoids, which old files hold."""
+    model = Model()
+    model.register_buffer("weights", random(8, 4), persistent=False)
+    file = str(tmp_path / "model.safetensors")
+    save_file({"weights": model.weights.bfloat16(), "others": random(8, 4)}, file)
+    for name, shape, is_harmless in (
+        ("weights", (8, 4), True),
+        ("weights", (4, 8), False),
+        ("others", (8, 4), False),
+    ):
+        tensor = FileTensor(file, name, torch.float32, shape)
+        left = LeftTensor(tensor, name, model, {})
+        assert (reason_to_leave(left) is not None) == is_harmless
+    save_file({"weights": model.weights + 0.1}, file)
+    tensor = FileTensor(file, "weights", torch.float32, (8, 4))
+    assert reason_to_leave(LeftTensor(tensor, "weights", model, {})) is None

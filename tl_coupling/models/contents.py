@@ -78,12 +78,14 @@ class Contents:
         ]
 
     def _needs_numbers(self, tensor: FileTensor) -> bool:
-        """Say whether a tensor became a weight, or a buffer in floating point."""
+        """Say whether a tensor became numbers in floating point, or codes of such."""
         weight = self.reading.weights.get(self.reading.places[tensor.name].weight)
         if weight is None:
             return False
-        is_counted = tensor.holds_whole_numbers and not weight.is_parameter
-        return weight.dtype.is_floating_point or not is_counted
+        # Such as which expert reads which token.
+        is_whole_too = tensor.holds_whole_numbers and not weight.dtype.is_floating_point
+        is_packed = weight.is_parameter and self.reading.quantization is not None
+        return is_packed or not is_whole_too
 
     def _unpacked_weights(self) -> set[Place]:
         """Return the places of codes from which weights were made together with their

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from tl_coupling.models.file_tensors import FileTensor
 from tl_coupling.models.patched_transformers import Weight
 
@@ -119,6 +121,17 @@ def _is_whole(left: LeftTensor, _: re.Match[str]) -> bool:
     return left.tensor.holds_whole_numbers
 
 
+def _is_made_anew(left: LeftTensor, _: re.Match[str]) -> bool:
+    """Say whether the model makes a buffer of this name with the same numbers, up to
+    their rounding in 16 bits.
+    """
+    buffer = dict(left.model.named_buffers()).get(left.weight)
+    if buffer is None or tuple(buffer.shape) != left.tensor.shape:
+        return False
+    saved = left.tensor.read().float()
+    return torch.allclose(saved, buffer.float().cpu(), rtol=1e-2, atol=1e-2)
+
+
 def _is_mask(left: LeftTensor, _: re.Match[str]) -> bool:
     """Say whether a square has no entries but 0 and 1, which are not learned."""
     *others, n_rows, n_columns = (0, 0, *left.tensor.shape)
@@ -176,6 +189,11 @@ class _Harmless(NamedTuple):
 
 _HARMLESS = (
     _Harmless(
+        r".",
+        "a buffer that the model makes by itself, of the same numbers",
+        _is_made_anew,
+    ),
+    _Harmless(
         r"(^|[._])inv_freq$|(^|\.)rope\.freqs$",
         "angles of rotations, which the configuration says",
         _is_vector,
@@ -211,7 +229,7 @@ _HARMLESS = (
         _lacks_part,
     ),
     _Harmless(
-        rf"{_NO_NUMBER}(?P<part>mtp(_\w+)?)\.",
+        rf"{_NO_NUMBER}(?P<part>mtp(_\w+)?|medusa_heads?)\.",
         "it predicts tokens after the next one, from the stream behind the last block",
         _lacks_part,
     ),

@@ -100,10 +100,10 @@ def load_model(
     Raises:
         ModelError: an unknown name, no network and nothing cached, a missing package or
             device, a damaged file, weights that cannot be dequantised, weights that the
-            checkpoint lacks (those of its head apart), a GGUF file that holds more than
-            transformers has a place for, an adapter without peft or without its base
-            model, a model that needs `trust_remote_code`, or one without a single
-            residual stream over tokens.
+            checkpoint lacks (those of its head apart), a file that holds more than its
+            model has a place for, an adapter without peft or without its base model, a
+            model that needs `trust_remote_code`, or one without a single residual
+            stream over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:

@@ -16,7 +16,7 @@ noted.
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple
@@ -154,16 +154,24 @@ def _unpacked_patterns(load_config: Any) -> frozenset[str]:
     )
 
 
+class _Located(torch.Tensor):
+    """A weight on `meta`, and what would read it."""
+
+    read: Callable[[], torch.Tensor]
+
+
 @contextmanager
 def skip_reading_weights() -> Iterator[None]:
     """Keep transformers from reading, in this thread, what it would only cast to
-    another dtype and let go again. What it merges into other weights it does read.
+    another dtype and let go again. What it merges into other weights it does read, and
+    buffers, which stay in memory.
     """
     from transformers import core_model_loading
 
-    # Versions without it need the time and the memory, and locate the same weights.
+    # Versions without them need the time and the memory, and locate the same weights.
     read = getattr(core_model_loading, "spawn_materialize", None)
-    if read is None:
+    put = getattr(core_model_loading, "set_param_for_module", None)
+    if read is None or put is None:
         yield
         return
     thread = threading.get_ident()
@@ -175,12 +183,25 @@ def skip_reading_weights() -> Iterator[None]:
         dtype: torch.dtype | None = None,
         **options: object,
     ) -> object:
+        job = read(pool, tensor, device, dtype, **options)
         is_one_tensor = options.get("tensor_idx") is None
         is_whole = options.get("sharding_op") is None
         is_plain = is_one_tensor and is_whole and hasattr(tensor, "get_shape")
-        if is_plain and dtype is not None and threading.get_ident() == thread:
-            return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
-        return read(pool, tensor, device, dtype, **options)
+        is_mine = threading.get_ident() == thread
+        if not is_plain or dtype is None or not is_mine or not callable(job):
+            return job
+        empty = torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
+        located = empty.as_subclass(_Located)
+        located.read = job
+        return located
 
-    with patch.object(core_model_loading, "spawn_materialize", locate):
+    def put_in_memory(model: object, name: str, value: object, *others: Any) -> None:
+        put(
+            model, name, value.read() if isinstance(value, _Located) else value, *others
+        )
+
+    with (
+        patch.object(core_model_loading, "spawn_materialize", locate),
+        patch.object(core_model_loading, "set_param_for_module", put_in_memory),
+    ):
         yield

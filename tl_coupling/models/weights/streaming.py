@@ -211,7 +211,13 @@ class _WeightFiles:
         maps = (getattr(hook, "weights_map", None) for hook in hooks)
         # All hooks share one index.
         weights_map = next(candidate for candidate in maps if candidate is not None)
-        index = weights_map.dataset.index
+        index = dict(weights_map.dataset.index)
+        # A file may have either name of a weight that has two; accelerate's index of
+        # them knows one direction.
+        tied: dict[str, str] = getattr(loaded.model, "all_tied_weights_keys", {})
+        for name, other_name in tied.items():
+            if other_name not in index and name in index:
+                index[other_name] = index[name]
         files = {entry["safetensors_file"] for entry in index.values()}
         states = {file: FileState.from_path(file) for file in files}
         return cls(index, states, loaded.missing_of_head)
