@@ -20,6 +20,11 @@ from tl_coupling.models.patched_transformers import Weight
 pytestmark = pytest.mark.both_lines
 
 State = dict[str, Tensor]
+# What is read, and not how, decides.
+MEMORIES = [
+    "resident",
+    pytest.param("stream", marks=pytest.mark.long("the same once more")),
+]
 LAYER = "model.layers.0.self_attn"
 MASK = torch.tril(torch.ones(8, 8))[None, None]
 
@@ -158,7 +163,7 @@ def with_more(
     return folder
 
 
-@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_what_is_harmless_changes_nothing(
     kind: str, memory: str, saved: Callable[[str], Path], tmp_path: Path
@@ -171,7 +176,7 @@ def test_what_is_harmless_changes_nothing(
     assert "head" not in trace.provenance
 
 
-@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("kind", HARMFUL)
 def test_a_name_alone_is_no_reason(
     kind: str, memory: str, saved: Callable[[str], Path], tmp_path: Path
