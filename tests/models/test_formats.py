@@ -110,17 +110,7 @@ def refused(folder: Path, **options: object) -> str:
             "modelopt (NVFP4)",
         ),
         ({"quantization_config": {"quant_method": "nvfp4"}}, "nvfp4"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "MLX"),
         ({"quantization_config": {"group_size": 64, "bits": 4}}, "MLX"),
-        (
-            {
-                "compression_config": {
-                    "quant_method": "compressed-tensors",
-                    "format": "float-quantized",
-                }
-            },
-            "compressed-tensors (float-quantized)",
-        ),
         ({"quantization_config": {"bits": 4}}, "a method without a name"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
     ],
@@ -173,6 +163,37 @@ def test_by_the_tensors(
     assert f"in place of floating point, which looks like {name}: model.l" in message
     assert "its configuration has no `quantization_config` that says" in message
     assert message.endswith(FLOAT)
+
+
+COMPRESSION = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize(
+    ("fields", "change", "name"),
+    [
+        (
+            {"compression_config": COMPRESSION},
+            in_blocks(16),
+            "compressed-tensors (float-quantized)",
+        ),
+        ({"quantization": {"group_size": 64, "bits": 4}}, mlx, "MLX"),
+    ],
+)
+def test_a_configuration_that_transformers_does_not_read(
+    fields: dict[str, Any],
+    change: Any,
+    name: str,
+    memory: str,
+    folder_model: Path,
+    tmp_path: Path,
+) -> None:
+    folder = written(folder_model, tmp_path / "coded", change, **fields)
+    message = refused(folder, memory=memory)
+    assert f"in place of floating point, which looks like {name}: model.l" in message
+    # It may be left over, where weights were dequantised since.
+    plain = written(folder_model, tmp_path / "plain", **fields)
+    tlc.load_model(str(plain), memory=memory)
 
 
 # Of 48 × 32 weights, blocks of 20 divide into thirds and halves, and blocks of 28 do not

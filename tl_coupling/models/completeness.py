@@ -13,7 +13,11 @@ from tl_coupling.models.contents import Contents, unplaced_names
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
 from tl_coupling.models.file_tensors import tensors_in
-from tl_coupling.models.formats import FLOAT_INSTEAD, format_of_tensors
+from tl_coupling.models.formats import (
+    FLOAT_INSTEAD,
+    format_of_tensors,
+    unread_format,
+)
 from tl_coupling.models.harmless import reads_pooled
 from tl_coupling.models.loaded import n_weights
 from tl_coupling.models.patched_transformers import (
@@ -184,7 +188,7 @@ def _check(described: str, model: Any, contents: Contents) -> list[str]:
     weights of the head are missing.
     """
     reading = contents.reading
-    _refuse_codes(described, contents)
+    _refuse_codes(described, contents, unread_format(model.config))
     _refuse_partial_blocks(described, reading)
     missing = sorted(
         key
@@ -271,12 +275,14 @@ def _refuse_replaced(described: str, contents: Contents) -> None:
         )
 
 
-def _refuse_codes(described: str, contents: Contents) -> None:
+def _refuse_codes(
+    described: str, contents: Contents, stated_format: str | None
+) -> None:
     codes = contents.codes()
     if not codes:
         return
     dtypes = sorted({tensor.dtype_name for tensor in codes})
-    kind = format_of_tensors(contents.tensors, dtypes)
+    kind = stated_format or format_of_tensors(contents.tensors, dtypes)
     looks_like = f", which looks like {kind}" if kind else ""
     raise ModelError(
         f"{described} holds {', '.join(dtypes)} in place of floating point{looks_like}: "

@@ -2,7 +2,7 @@
 a file; and what may be done about one that cannot be read.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 FLOAT_INSTEAD = (
@@ -22,7 +22,34 @@ _ENDINGS = {
     "torchao": ({"weight_qdata"},),
     "FP8 with a scale for each block": ({"weight_scale_inv"},),
 }
+# Where configurations speak of quantisation that transformers does not look: that of
+# compressed-tensors until 2024, and that of MLX.
+_UNREAD = ("compression_config", "quantization")
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+
+
+def quantization_fields(
+    config: Any, places: Sequence[str] = ("quantization_config",)
+) -> dict[str, Any] | None:
+    """Return what a HuggingFace configuration, or that of its text, says of
+    quantisation; None where it says nothing.
+    """
+    for owner in (config, getattr(config, "text_config", None)):
+        for place in places:
+            fields: Any = getattr(owner, place, None)
+            if isinstance(fields, dict):
+                return fields
+            if hasattr(fields, "to_dict"):
+                return fields.to_dict()
+    return None
+
+
+def unread_format(config: Any) -> str | None:
+    """Return what a configuration calls the format in a place where transformers does
+    not look; None where it says nothing.
+    """
+    fields = quantization_fields(config, _UNREAD)
+    return None if fields is None else format_of_fields(fields)
 
 
 def format_of_fields(fields: Mapping[str, Any]) -> str:

@@ -20,18 +20,19 @@ from torch import Tensor, nn
 
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
-from tl_coupling.models.formats import FLOAT_INSTEAD, format_of_fields
+from tl_coupling.models.formats import (
+    FLOAT_INSTEAD,
+    format_of_fields,
+    quantization_fields,
+)
 from tl_coupling.models.loaded import is_packed, version
 from tl_coupling.models.module_state import Change
 
 Quantization = Literal["nf4", "int8"]
 _BITSANDBYTES = ("nf4", "fp4", "int8")
-# Where configurations speak of quantisation that transformers does not look: that of
-# compressed-tensors until 2024, and that of MLX.
-_UNREAD = ("compression_config", "quantization")
 _INSTALL = {
     "bitsandbytes": 'pip install "tl-coupling[quantized]"',
-    "compressed_tensors": (f"pip install compressed-tensors, or {FLOAT_INSTEAD}"),
+    "compressed_tensors": f"pip install compressed-tensors, or {FLOAT_INSTEAD}",
     "gguf": "pip install gguf",
     "peft": (
         "pip install peft, or measure the base model, without `adapter_config.json` in "
@@ -123,7 +124,7 @@ def how_saved(config: Any) -> str | None:
     """Say how the weights of a checkpoint are quantised, by its HuggingFace
     configuration: "nf4", "fp8", "gptq", …; None for one that is not.
     """
-    fields = _saved_fields(config)
+    fields = quantization_fields(config)
     if fields is None:
         return None
     if fields.get("load_in_8bit"):
@@ -134,20 +135,6 @@ def how_saved(config: Any) -> str | None:
     if method is None:
         return format_of_fields(fields)
     return str(getattr(method, "value", method))
-
-
-def _saved_fields(config: Any) -> dict[str, Any] | None:
-    """Return what a configuration says of quantisation, where transformers looks for
-    it, or where older and other libraries have left it.
-    """
-    for owner in (config, getattr(config, "text_config", None)):
-        for place in ("quantization_config", *_UNREAD):
-            saved: Any = getattr(owner, place, None)
-            if isinstance(saved, dict):
-                return saved
-            if hasattr(saved, "to_dict"):
-                return saved.to_dict()
-    return None
 
 
 def described(quantization: Quantization | None, saved_as: str | None) -> LoadedAs:
@@ -170,35 +157,23 @@ def refuse_format(name: str, config: Any) -> None:
     """Raise ModelError on a checkpoint that is quantised so that transformers cannot
     dequantise it, or not without a package that is missing.
     """
-    saved_as = how_saved(config)
-    if saved_as in (None, *_BITSANDBYTES):
-        return
-    fields = _saved_fields(config)
-    assert fields is not None
-    kind = format_of_fields(fields)
-    if not _can_be_dequantised(config, saved_as):
-        raise ModelError(
-            f"{name!r} is quantised with {kind}, which transformers does not "
-            f"dequantise: {FLOAT_INSTEAD}"
-        )
-    if saved_as == "compressed-tensors":
-        needs_package(f"{name!r}, which is saved in {kind},", "compressed_tensors")
-
-
-def _can_be_dequantised(config: Any, saved_as: str) -> bool:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    owners = (config, getattr(config, "text_config", None))
-    # Elsewhere than there, it is not read.
-    is_read = any(getattr(owner, "quantization_config", None) for owner in owners)
+    fields = quantization_fields(config)
+    saved_as = how_saved(config)
+    if fields is None or saved_as is None or saved_as in _BITSANDBYTES:
+        return
     kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved_as)
     # Methods whose configuration has this switch are those that transformers can
     # dequantise.
-    return (
-        is_read
-        and kind is not None
-        and "dequantize" in inspect.signature(kind).parameters
-    )
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
+        raise ModelError(
+            f"{name!r} is quantised with {format_of_fields(fields)}, which "
+            f"transformers does not dequantise: {FLOAT_INSTEAD}"
+        )
+    if saved_as == "compressed-tensors":
+        user = f"{name!r}, which is saved in {format_of_fields(fields)},"
+        needs_package(user, "compressed_tensors")
 
 
 def refuse_streaming(name: str, quantization: str | None) -> None:
