@@ -30,6 +30,7 @@ _TOWERS = (
     "multi_modal_projector|mm_projector|image_newline|embed_vision|audio_tower|"
     "audio_model|embed_audio|talker|token2wav|code2wav"
 )
+_IN_TOWER = rf"{_NO_NUMBER}(?P<part>{_TOWERS})(\.|$)"
 _READS_POOLED = re.compile(r"(^|\.)(pooler|seq_relationship)\.")
 # In which fields configurations say how many layers predict later tokens.
 _COUNTS_LATER = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -79,6 +80,11 @@ def reads_pooled(name: str) -> bool:
     ViT's pooled first token, and what reads it.
     """
     return _READS_POOLED.search(name) is not None
+
+
+def is_of_tower(name: str) -> bool:
+    """Say whether a weight is of a part that reads pictures or sounds, or speaks."""
+    return re.search(_IN_TOWER, name) is not None
 
 
 def is_of_later_layer(left: LeftTensor) -> bool:
@@ -239,7 +245,7 @@ _HARMLESS = (
         _is_later,
     ),
     _Harmless(
-        rf"{_NO_NUMBER}(?P<part>{_TOWERS})(\.|$)",
+        _IN_TOWER,
         "it reads pictures or sounds, or speaks, where the model is one of text",
         _lacks_part,
     ),
