@@ -153,19 +153,19 @@ def _collided(tensors: Mapping[str, FileTensor], reading: Reading) -> list[FileT
             # Beside others from which the weight is made.
             collided.append(first)
         for other in others:
-            is_one_too_many = place.pattern is None or _are_one(first, other)
-            if is_one_too_many and not _are_equal(first, other):
+            is_extra = place.pattern is None or _differ_in_prefix(first, other)
+            if is_extra and not _are_equal(first, other):
                 collided.append(other)
     return collided
 
 
-def _are_one(one: FileTensor, other: FileTensor) -> bool:
-    """Say whether names differ in a prefix alone."""
-    short, long = sorted((one.name, other.name), key=len)
+def _differ_in_prefix(first: FileTensor, second: FileTensor) -> bool:
+    """Say whether names are the same but for a prefix."""
+    short, long = sorted((first.name, second.name), key=len)
     return long.endswith(f".{short}")
 
 
-def _are_equal(one: FileTensor, other: FileTensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _are_equal(first: FileTensor, second: FileTensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    return torch.equal(one.read(), other.read())
+    return torch.equal(first.read(), second.read())

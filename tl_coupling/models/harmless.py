@@ -87,16 +87,6 @@ def is_of_tower(name: str) -> bool:
     return re.search(_IN_TOWER, name) is not None
 
 
-def is_of_later_layer(left: LeftTensor) -> bool:
-    """Say whether a tensor is of a layer behind the last one that predicts later tokens;
-    transformers leaves them out.
-    """
-    return any(
-        re.search(rf"{_NO_NUMBER}{layer}\.", left.weight)
-        for layer in _later_layers(left)
-    )
-
-
 def _later_layers(left: LeftTensor) -> range:
     if not left.depth:
         return range(0)
@@ -165,8 +155,9 @@ def _lacks_part(left: LeftTensor, match: re.Match[str]) -> bool:
     return not any(part in name.split(".") for name in left.weights)
 
 
-def _is_later(left: LeftTensor, _: re.Match[str]) -> bool:
-    return is_of_later_layer(left)
+def _is_later(left: LeftTensor, match: re.Match[str]) -> bool:
+    """Say whether a layer predicts later tokens; transformers leaves it out."""
+    return int(match["layer"]) in _later_layers(left)
 
 
 def _is_shared(left: LeftTensor, match: re.Match[str]) -> bool:
@@ -194,11 +185,6 @@ class _Harmless(NamedTuple):
 
 
 _HARMLESS = (
-    _Harmless(
-        r".",
-        "a buffer that the model makes by itself, of the same numbers",
-        _is_made_anew,
-    ),
     _Harmless(
         r"(^|[._])inv_freq$|(^|\.)rope\.freqs$",
         "angles of rotations, which the configuration says",
@@ -240,7 +226,7 @@ _HARMLESS = (
         _lacks_part,
     ),
     _Harmless(
-        rf"{_NO_NUMBER}\d+\.",
+        rf"{_NO_NUMBER}(?P<layer>\d+)\.",
         "its layer is behind the last one, and predicts tokens after the next one",
         _is_later,
     ),
@@ -258,5 +244,11 @@ _HARMLESS = (
         r"\.((input|activation|output|q|k|v|kv)_scale)$",
         "activations are divided by it where they are rounded, and here they are not",
         _is_quantized,
+    ),
+    # The last, as it looks at all buffers.
+    _Harmless(
+        r".",
+        "a buffer that the model makes by itself, of the same numbers",
+        _is_made_anew,
     ),
 )
