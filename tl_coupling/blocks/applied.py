@@ -43,7 +43,7 @@ class Applied(torch.autograd.Function):
         (X,) = ctx.saved_tensors
         with ctx.block.evaluation():
             _, pull_back = vjp(ctx.block.added, X.detach())
-            (gradient_of_X,) = pull_back(gradient.detach())
+            (gradient_of_X,) = pull_back(gradient)
         return _once(gradient_of_X, X, gradient), None
 
     @staticmethod

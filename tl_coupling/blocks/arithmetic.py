@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.arguments import defaults_of_model, measuring
@@ -135,7 +136,10 @@ def exact_arithmetic(
                 torch.default_generator.manual_seed(_SEED)
             stack.callback(_forget_graphs, modules)
             if dtype is not None:
-                stack.enter_context(attributes_set(_computing_in(modules, dtype)))
+                # What is made within torch.func ends with it; weights do not.
+                with temporarily_clear_interpreter_stack():
+                    changes = list(_computing_in(modules, dtype))
+                stack.enter_context(attributes_set(changes))
                 stack.enter_context(defaults_of_model(None, dtype))
             _entered.append(state)
             stack.callback(_entered.pop)

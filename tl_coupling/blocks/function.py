@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 # this share of all directions is not told from a block without a skip connection.
 _SMALLEST_SHARE = 0.25
 # Up to which difference a share is one.
-_SAME_SHARE = 1e-3
+_SAME_SHARE = 5e-3
 _SAFE = (
     'compare with `without="identity"`, and change what blocks read or write '
     "(`Subspace.hooks`, or hooks at `hook_attn_out`, `hook_mlp_out`, `ln1`, `ln2`) "
@@ -156,7 +156,7 @@ class BlockFunction(CheckedBlock):
         is_other = (shares - 1).abs() > _SAME_SHARE
         if bool(is_other.any()):
             share = float(shares[is_other].mean())
-            self._remark_on_cut(f"the block multiplies the stream by {share:.2g}")
+            self._remark_on_cut(f"the block multiplies the stream by {share:.3g}")
 
     def _remark_on_cut(self, cut: str) -> None:
         self.remarks.add(

@@ -26,6 +26,8 @@ from tl_coupling.blocks.stream_norms import FAR, StreamNorms, stays_small
 _WHOLE = 1e-3
 # Singular values of I + J below this share of the largest are zeros: J has some 1e-6.
 _NOTHING = 3e-6
+# The change over which the slope of a function is taken, relative to 1 and its input.
+_STEP = 1e-4
 # Seeds the direction into which the stream is moved far out: no cut is in its way.
 _SEED = 0x5_717
 
@@ -95,9 +97,22 @@ def passed_shares(
     block, mean over its entries: 1 where it passes whole, 0 where nothing does.
 
     Norms of the stream count as passed through; products with matrices are not followed.
-    Cost: one forward pass of the block.
+    Functions of single entries are none of the stream, `x + tanh(x)` passes it once,
+    unless nothing passes without them (a soft cap of the stream).
+    Cost: one forward pass of the block, two where nothing passes in the first.
     """
-    factors = _Factors()
+    shares = _followed_shares(call, X, norms, _Factors())
+    if shares.any():
+        return shares
+    return _followed_shares(call, X, norms, _Factors(follows_functions=True))
+
+
+def _followed_shares(
+    call: BlockCall,
+    X: Float[Tensor, "n_pos d_model"],
+    norms: StreamNorms | None,
+    factors: "_Factors",
+) -> Float[Tensor, " n_pos"]:
     factors.note(X, torch.ones_like(X))
     with ExitStack() as stack:
         for norm in () if norms is None else norms.calls:
@@ -126,10 +141,14 @@ class _Factors(TorchDispatchMode):
 
     Factors are kept by storage, so that a view of a tensor has a view of its factors,
     whatever is changed in place.
+
+    Args:
+        follows_functions: of functions of single entries follow the derivative as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows_functions: bool = False) -> None:
         super().__init__()
+        self._follows_functions = follows_functions
         self._by_storage: dict[int, Tensor] = {}
         # Held, so that no other tensor gets a storage.
         self._held: list[Tensor] = []
@@ -216,6 +235,8 @@ class _Factors(TorchDispatchMode):
             return [first.masked_fill(args[1], 0)]
         if name in _GUARDS or name in ("_to_copy", "native_layer_norm"):
             return [first.clone()]
+        if self._follows_functions and torch.Tag.pointwise in func.tags:
+            return [_moved(func, args, options, first)]
         return None
 
     def _factors_for(
@@ -256,6 +277,19 @@ class _Factors(TorchDispatchMode):
         for tensor, factor in zip(outputs, factors, strict=False):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 self.note(tensor, factor.to(tensor.dtype))
+
+
+def _moved(
+    func: Any, args: tuple[Any, ...], options: dict[str, Any], factor: Tensor
+) -> Tensor:
+    """Return a function's slope in its first argument, times a factor.
+
+    From two values: below autograd there is no other derivative.
+    """
+    x = args[0].double()
+    step = _STEP * (1 + x.abs())
+    rise = func(x + step, *args[1:], **options) - func(x - step, *args[1:], **options)
+    return (rise / (2 * step)).to(factor) * factor
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
