@@ -453,6 +453,51 @@ def test_what_is_not_the_function_that_ran_is_refused() -> None:
         objective(half)
 
 
+def test_what_measure_refuses_is_refused() -> None:
+    """Modules that are not the blocks of one stream, and one of them twice."""
+    model = tiny.huggingface_model("llama")
+    layers = tiny.layers_of(model)
+    attentions = [layer.self_attn for layer in layers]
+    not_blocks = {
+        r"output of block 0 is changed before": [
+            attentions,
+            [layer.mlp for layer in layers],
+            [layers[0].self_attn, layers[0]],
+            [layers[0].self_attn, layers[1]],
+        ],
+        r"blocks once, in their order|in the order": [
+            [layers[0], layers[0]],
+            [layers[0], layers[1], layers[0]],
+            [layers[1], layers[0]],
+            [layers[0], layers[0].self_attn],
+        ],
+    }
+    for refused in (tlc.training.measure, tlc.training.coupling):
+        for message, lists in not_blocks.items():
+            for blocks in lists:
+                with pytest.raises(ValueError, match=message):
+                    refused(blocks, lambda: model(IDS), K)
+    with pytest.raises(ValueError, match="output of block 0 is changed before"):
+        tlc.training.jacobians(attentions, lambda: model(IDS))
+    narrow = nn.Sequential(nn.Linear(12, 1), nn.Linear(1, 12))
+    x = torch.randn(1, 3, 12)
+    with pytest.raises(ValueError, match=r"block 0 takes \[1, 3, 12\] and gives"):
+        tlc.training.coupling(narrow, lambda: narrow(x), K)
+
+
+def test_a_block_that_runs_twice_is_given_twice() -> None:
+    """As to `measure`: weights that are shared by layers (ALBERT)."""
+    torch.manual_seed(0)
+    block = Mlp()
+    network = nn.Sequential(block, block)
+    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    value = tlc.training.coupling([block, block], lambda: network(x), K)
+    J = mlp_jacobians(network, x)
+    assert value.item() == pytest.approx(naive_coupling(J, J), abs=1e-10)
+    step = tlc.training.measure([block, block], lambda: network(x), K)
+    assert value.item() == pytest.approx(step.coupling, abs=1e-10)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_within_run_is_off_in_blocks(dtype: torch.dtype) -> None:
     """Also where it rounds what enters the first of them."""

@@ -91,10 +91,9 @@ class ForwardPass:
                 )
             run()
         _check_order(forward_pass.calls, list(blocks))
-        _check_shapes(forward_pass.calls, n_pos)
-        forward_pass.calls[:] = map(_flatten_streams, forward_pass.calls)
-        _check_finite(forward_pass.calls, model)
-        _check_unchanged_between(forward_pass.calls, len(blocks))
+        forward_pass.calls[:] = calls_on_one_stream(
+            forward_pass.calls, model, len(blocks), n_pos
+        )
         return forward_pass
 
     def _enter(
@@ -159,6 +158,25 @@ class ForwardPass:
         if "mask" not in name:  # Masks are exact.
             self.rounded.add(name)
         return tensor.to(dtype)
+
+
+def calls_on_one_stream(
+    calls: list[RecordedCall],
+    model: nn.Module,
+    n_blocks: int,
+    n_pos: int | None = None,
+) -> list[RecordedCall]:
+    """Return calls of blocks, in order, with their streams as `[n_pos d_model]`.
+
+    Raises:
+        ValueError: they are not each on the residual stream that the one before gave, of
+            one input of `n_pos` tokens if that is known, with finite entries.
+    """
+    _check_shapes(calls, n_pos)
+    calls = list(map(_flatten_streams, calls))
+    _check_finite(calls, model)
+    _check_unchanged_between(calls, n_blocks)
+    return calls
 
 
 def _rotary_modules_outside(

@@ -16,8 +16,11 @@ from tl_coupling.arguments import Count, checked, warn_caller
 from tl_coupling.blocks import (
     BlockCall,
     BlockFunction,
+    RecordedCall,
     StepError,
     autocast_off_within,
+    calls_on_one_stream,
+    hidden_states,
 )
 from tl_coupling.jacobians import Function
 from tl_coupling.measures import normalized_miscoupling, safe_scale
@@ -75,8 +78,9 @@ def coupling(
 
     Raises:
         ValueError: fewer than two blocks, a k or position out of range, a run that does
-            not call each block once, on one input, or a block that normalises the
-            stream by something else than a module that is called on it.
+            not call each block once, on one input and on the stream that the one before
+            gave, or a block that normalises the stream by something else than a module
+            that is called on it.
         StepError: a block that adds something else when it is called again.
         TypeError: a model in 16 bits.
 
@@ -132,7 +136,8 @@ def jacobians(
 
     Raises:
         ValueError: no blocks, a position out of range, or a run that does not call each
-            block once, on one input; "branches" as in `block_jacobian`.
+            block once, on one input and on the stream that the one before gave;
+            "branches" as in `block_jacobian`.
         StepError: a block that adds something else when it is called again.
 
     Cost: as `coupling`.
@@ -193,8 +198,10 @@ def _recorded(
     blocks: Sequence[nn.Module], run: Callable[[], object]
 ) -> list[BlockFunction]:
     """Return what each block adds to the stream that entered it, which keeps its graph."""
-    functions: list[BlockFunction] = []
     entered: list[tuple[BlockCall, Tensor]] = []
+    # With its graph, and without one.
+    streams: list[Tensor] = []
+    calls: list[RecordedCall] = []
 
     def note_input(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,27 +219,32 @@ def _recorded(
                 "(`use_cache=False`), prefix included"
             )
         # A block may add to the stream in place.
-        entered.append((call, call.rows(residual.clone())))
+        entered.append((call, residual.clone()))
 
     def note_output(_module: nn.Module, _args: object, output: object) -> None:
-        call, X = entered[-1]
-        step = call.rows(output).detach() - X.detach()
-        functions.append(BlockFunction(len(functions), call, X, step))
+        call, residual = entered.pop()
+        streams.append(call.rows(residual))
+        Y = hidden_states(output).detach().clone()
+        calls.append(RecordedCall(call, residual.detach(), Y, frozenset()))
 
     with autocast_off_within(blocks), ExitStack() as hooks:
-        for block in blocks:
+        for block in dict.fromkeys(blocks):
             hooks.enter_context(
                 block.register_forward_pre_hook(note_input, with_kwargs=True)
             )
             hooks.enter_context(block.register_forward_hook(note_output))
         run()
-    called = [function.call.module for function in functions]
+    called = [recorded.call.module for recorded in calls]
     if called != list(blocks):
         raise ValueError(
             f"`run` must call each of the {len(blocks)} blocks once, in their order, got "
             f"{len(called)} calls"
         )
-    return functions
+    calls = calls_on_one_stream(calls, nn.ModuleList(blocks), len(blocks))
+    return [
+        BlockFunction(layer, recorded.call, X, step=recorded.Y - recorded.X)
+        for layer, (recorded, X) in enumerate(zip(calls, streams, strict=True))
+    ]
 
 
 def _jacobian(
