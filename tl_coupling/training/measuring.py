@@ -14,6 +14,7 @@ from torch import nn
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace, trace_modules
 from tl_coupling.comparisons import CouplingMap, depth_coupling
+from tl_coupling.training.parallel import refuse_sharded, refuse_sharded_weights
 from tl_coupling.trajectories import expodistance, line_shape_score
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def measure(
         position: the token; the last by default.
 
     Raises:
-        ValueError: as `trace_modules` and `depth_coupling`.
+        ValueError: as `trace_modules` and `depth_coupling`; weights that are spread over
+            processes (FSDP, DeepSpeed's ZeRO-3).
 
     Cost: a forward pass, and `depth_coupling`.
 
@@ -129,14 +131,21 @@ def measure(
 def undisturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Put the blocks, and every module that is called here, in eval mode for a while.
 
-    Random numbers that are drawn here are drawn again afterwards.
+    Random numbers that are drawn here are drawn again afterwards. Raises ValueError for a
+    module whose weights are spread over processes, before it is called.
     """
+    for block in blocks:
+        refuse_sharded(block)
     modes: dict[nn.Module, bool] = {}
     thread = threading.get_ident()
 
     def switch(module: nn.Module, _: object = None) -> None:
         # Other threads may be training other models.
-        if module.training and threading.get_ident() == thread:
+        if threading.get_ident() != thread:
+            return
+        # Before its own hooks, in which FSDP and ZeRO-3 wait for other processes.
+        refuse_sharded_weights(module)
+        if module.training:
             modes[module] = True
             module.training = False
 

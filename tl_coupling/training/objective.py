@@ -79,8 +79,9 @@ def coupling(
     Raises:
         ValueError: fewer than two blocks, a k or position out of range, a run that does
             not call each block once, on one input and on the stream that the one before
-            gave, or a block that normalises the stream by something else than a module
-            that is called on it.
+            gave, a block that normalises the stream by something else than a module
+            that is called on it, or weights that are spread over processes (FSDP,
+            DeepSpeed's ZeRO-3).
         StepError: a block that adds something else when it is called again.
         TypeError: a model in 16 bits.
 
