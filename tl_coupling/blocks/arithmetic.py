@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_coupling.arguments import defaults_of_model, measuring
+from tl_coupling.arguments import defaults_of_model, measuring, shared_changes
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import (
     Change,
@@ -54,11 +54,10 @@ _OWN_CALL = {"forward", "_forward_hooks", "_forward_pre_hooks"}
 @contextmanager
 def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
     """Change attributes of objects in this context."""
-    with ExitStack() as undo:
+    with shared_changes() as undo:
         for owner, name, value in changes:
-            original = getattr(owner, name)
+            undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-            undo.callback(setattr, owner, name, original)
         yield
 
 
@@ -69,24 +68,21 @@ def forwards_replaced(
     """Give modules other `forward`s in this context, and no hooks: those of the blocks
     have acted on the stream.
     """
-    originals = {
-        module: {name: vars(module)[name] for name in _OWN_CALL & vars(module).keys()}
-        for module in forwards
-    }
-    try:
+    with shared_changes() as undo:
         for module, forward in forwards.items():
+            # An instance has a `forward` of its own where accelerate put one.
+            own_call = {
+                name: vars(module)[name] for name in _OWN_CALL & vars(module).keys()
+            }
+            undo.callback(vars(module).update, own_call)
+            # The class's own `forward` shows again.
+            undo.callback(vars(module).pop, "forward", None)
             vars(module).update(
                 forward=forward,
                 _forward_hooks=OrderedDict(),
                 _forward_pre_hooks=OrderedDict(),
             )
         yield
-    finally:
-        for module, attributes in originals.items():
-            # An instance has a `forward` of its own where accelerate put one.
-            # The class's own `forward` shows again.
-            vars(module).pop("forward", None)
-            vars(module).update(attributes)
 
 
 @contextmanager
@@ -118,19 +114,19 @@ def exact_arithmetic(
             hear_interrupts()
             yield
             return
-        with interrupts_held(), ExitStack() as stack:
+        with interrupts_held(), shared_changes() as undo, ExitStack() as stack:
             hear_interrupts()
             # Weights are constants: gradients of parameters would fill memory.
             stack.enter_context(torch.no_grad())
             # Fused kernels have no forward mode, and each rounds in its own way.
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_not_compiled())
-            stack.callback(_forget_graphs, modules)
+            undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+            undo.enter_context(_not_compiled())
+            undo.callback(_forget_graphs, modules)
             if dtype is not None:
                 stack.enter_context(attributes_set(_computing_in(modules, dtype)))
                 stack.enter_context(defaults_of_model(None, dtype))
             _entered.append(state)
-            stack.callback(_entered.pop)
+            undo.callback(_entered.pop)
             yield
 
 
@@ -248,7 +244,7 @@ def _entered_when_called(
         if called:
             called.pop().close()
 
-    with ExitStack() as hooks:
+    with shared_changes() as hooks:
         for module in dict.fromkeys(modules):
             hook = module.register_forward_pre_hook(before, with_kwargs=True)
             hooks.enter_context(hook)

@@ -3,7 +3,6 @@ and after it.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import exact_arithmetic, map_tensors
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
 from tl_coupling.interrupts import hear_interrupts
@@ -76,7 +76,7 @@ class ForwardPass:
                 entries.
         """
         forward_pass = cls()
-        with ExitStack() as hooks:
+        with shared_changes() as hooks:
             # A block that runs several times gets one hook, which is called each time.
             for block in dict.fromkeys(blocks):
                 hooks.enter_context(

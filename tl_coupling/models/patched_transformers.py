@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 import torch
 
+from tl_coupling.arguments import shared_changes
+
 
 @contextmanager
 def skip_reading_weights() -> Iterator[None]:
@@ -45,5 +47,5 @@ def skip_reading_weights() -> Iterator[None]:
             return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
         return read(pool, tensor, device, dtype, **options)
 
-    with patch.object(core_model_loading, "spawn_materialize", locate):
+    with shared_changes(patch.object(core_model_loading, "spawn_materialize", locate)):
         yield

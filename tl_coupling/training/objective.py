@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_coupling.arguments import Count, checked, warn_caller
+from tl_coupling.arguments import Count, checked, shared_changes, warn_caller
 from tl_coupling.blocks import (
     BlockCall,
     BlockFunction,
@@ -228,7 +228,7 @@ def _recorded(
         Y = hidden_states(output).detach().clone()
         calls.append(RecordedCall(call, residual.detach(), Y, frozenset()))
 
-    with autocast_off_within(blocks), ExitStack() as hooks:
+    with autocast_off_within(blocks), shared_changes() as hooks:
         for block in dict.fromkeys(blocks):
             hooks.enter_context(
                 block.register_forward_pre_hook(note_input, with_kwargs=True)
