@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray
 
+from forking import check_child
 from tl_coupling.files import write_atomically
 from tl_coupling.interrupts import hear_interrupts, interrupts_held, none_delivered
 from tl_coupling.studies.surveys.executors import process_pool
@@ -405,3 +407,32 @@ def test_a_signal_that_another_thread_receives_waits_for_protected_statements(
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGINT] * 2
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("hold", [interrupts_held, none_delivered])
+def test_a_child_hears_what_its_parent_holds_back(
+    heard: list[int], hold: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Forked by another thread, or by the one that holds: a worker must be ended."""
+
+    def hear() -> None:
+        for number in SIGNALS:
+            heard.clear()
+            signal.raise_signal(number)
+            assert heard == [number]
+
+    def hear_and_hold() -> None:
+        hear()
+        # It holds back what comes during its own work.
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            assert heard == [SIGNALS[-1]]
+        assert heard == [SIGNALS[-1], signal.SIGINT]
+
+    with hold():
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(check_child, hear_and_hold).result()
+        check_child(hear)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    assert heard == [signal.SIGINT]

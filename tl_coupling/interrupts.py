@@ -12,15 +12,16 @@ _Handler = Callable[[int, FrameType | None], object]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     """Signals that came while they were held back, and the handlers to deliver them to.
 
-    Both are empty while signals are not held back.
+    Both are empty while signals are not held back. `thread` holds them back.
     """
 
     came: list[int] = field(default_factory=list)
     handlers: dict[int, _Handler] = field(default_factory=dict)
+    thread: int = field(default_factory=threading.get_ident)
 
     def deliver_first(self) -> None:
         """Call the handler of the first signal that came, and forget the others."""
@@ -31,6 +32,8 @@ class _Pending:
 
 # What `hear_interrupts` delivers: it is called from deep within a block that holds.
 _pending = _Pending()
+# Those whose handlers are replaced, the outermost first.
+_held: list[_Pending] = []
 
 
 def _python_handlers() -> dict[int, _Handler]:
@@ -68,6 +71,7 @@ def interrupts_held(seconds: float | None = None) -> Iterator[None]:
             timers.append(timer)
             timer.start()
 
+    _held.append(pending)
     try:
         _pending = pending
         for number in pending.handlers:
@@ -77,6 +81,7 @@ def interrupts_held(seconds: float | None = None) -> Iterator[None]:
         try:
             _put_back(pending.handlers)
         finally:
+            _held.remove(pending)
             _pending = _Pending()
             for timer in timers:
                 timer.cancel()
@@ -105,12 +110,16 @@ def none_delivered() -> Iterator[None]:
     def hold(number: int, _frame: FrameType | None) -> None:
         pending.came.append(number)
 
+    _held.append(pending)
     try:
         for number in pending.handlers:
             signal.signal(number, hold)
         yield
     finally:
-        _put_back(pending.handlers)
+        try:
+            _put_back(pending.handlers)
+        finally:
+            _held.remove(pending)
         if pending.came:
             pending.deliver_first()
 
@@ -124,3 +133,24 @@ def _put_back(handlers: dict[int, _Handler]) -> None:
         signal.signal(number, handler)
     finally:
         _put_back(dict(others))
+
+
+def _hear_in_child() -> None:
+    """Give a child the handlers that its parent has when it holds nothing back.
+
+    What is half done is the parent's, and nobody there may end what holds them back.
+    """
+    global _pending
+    if not _held:
+        return
+    outermost = _held[0]
+    _put_back(outermost.handlers)
+    # Of another thread no frame is left that would do this.
+    if outermost.thread != threading.get_ident():
+        _held.clear()
+        _pending = _Pending()
+
+
+# Windows forks no processes.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_hear_in_child)

@@ -280,6 +280,23 @@ def test_scale(seed, c):
         )
 
 
+@pytest.mark.parametrize("scale", [1e30, 1e19, 1e-19, 1e-30])
+def test_squares_beyond_the_range_of_float32_change_no_measure(scale: float) -> None:
+    """Against the formulae in float64: numbers, and gradients of what is a ratio."""
+    J_1, J_2 = random_pair(3)
+    A = (scale * tlc.coupling_matrix(J_1, tlc.svd(J_2), K)).float()
+    S = (scale * torch.linalg.svdvals(J_1)).float()
+    expected = numpy_measures(A.double().numpy(), S.double().numpy())
+    for name, measure in MEASURES.items():
+        value = float(measure(A, S))
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+    gradients = []
+    for x in (A.requires_grad_(), A.detach().double().requires_grad_()):
+        tlc.normalized_miscoupling(x).backward()
+        gradients.append(x.grad.double() * scale)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
 def test_an_anticoupled_jacobian_is_far_from_its_singular_values_unless_absolute():
     S = torch.tensor([3.0, 2.0, 1.0])
     A = -torch.diag(S)

@@ -167,6 +167,209 @@ def test_bad_input_is_refused() -> None:
         tlc.training.coupling(blocks, lambda: None, K)
 
 
+# --- blocks that add nothing, and numbers of any size
+
+
+class Mlp(nn.Module):
+    """`Y = X + B tanh(A X)`, in float64; its gain is `scale`."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 24, dtype=torch.float64)
+        self.outer = nn.Linear(24, 12, dtype=torch.float64)
+        with torch.no_grad():
+            self.outer.weight *= scale
+            self.outer.bias *= scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+    def jacobian(self, x: Tensor) -> Tensor:
+        """`B diag(1 − tanh²) A`."""
+        slopes = 1 - torch.tanh(self.inner(x)).square()
+        return (self.outer.weight * slopes) @ self.inner.weight
+
+
+def mlps(*scales: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Mlp(scale) for scale in scales])
+
+
+def mlp_jacobians(network: nn.Sequential, x: Tensor) -> list[Tensor]:
+    """Of the blocks that add something, at the last token."""
+    found = []
+    with torch.no_grad():
+        for block in network:
+            found.append(block.jacobian(x[0, -1]))
+            x = block(x)
+    return [J for J in found if J.any()]
+
+
+def gradients_of(network: nn.Module) -> list[Tensor]:
+    return [
+        torch.zeros_like(p) if p.grad is None else p.grad for p in network.parameters()
+    ]
+
+
+@pytest.mark.parametrize("frames", ["detached", "differentiated"])
+def test_a_block_that_adds_nothing_is_left_out(
+    frames: Literal["detached", "differentiated"],
+) -> None:
+    """As a zero-initialised output projection makes it: value and gradient are those of
+    the other blocks, by a loop and by differences.
+    """
+    network = mlps(1, 0, 1, 1)
+    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"undefined for 6 of 12 pairs.*others"):
+        value = tlc.training.coupling(network, lambda: network(x), K, frames=frames)
+    fixed = mlp_jacobians(network, x)
+    assert len(fixed) == 3
+    assert value.item() == pytest.approx(naive_coupling(fixed, fixed), abs=1e-12)
+    value.backward()
+    for weight, gradient in zip(
+        network.parameters(), gradients_of(network), strict=True
+    ):
+        assert gradient.isfinite().all()
+        if weight is network[1].outer.weight:
+            # It moves its block away from 0, where that counts.
+            continue
+        quotients = []
+        place = (0,) * weight.ndim
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                weight[place] += step
+                J = mlp_jacobians(network, x)
+                quotients.append(
+                    naive_coupling(J, fixed if frames == "detached" else J)
+                )
+                weight[place] -= step
+        slope = (quotients[0] - quotients[1]) / 2e-5
+        assert float(gradient[place]) == pytest.approx(slope, rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("scales", [(0, 0, 0), (1, 0, 0)])
+def test_where_no_two_blocks_add_something_a_step_is_moved_by_the_loss_alone(
+    scales: tuple[float, ...],
+) -> None:
+    network = mlps(*scales)
+    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="6 of 6 pairs.*0 stands for the mean"):
+        value = tlc.training.coupling(network, lambda: network(x), K)
+    assert value.item() == 0
+    (network(x).square().sum() - value).backward()
+    together = gradients_of(network)
+    network.zero_grad()
+    network(x).square().sum().backward()
+    assert all(map(torch.equal, together, gradients_of(network)))
+
+
+def test_a_position_at_which_no_two_blocks_add_something_is_left_out() -> None:
+    class Gated(Mlp):
+        """Adds nothing where the first entry of the stream is below 0."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            added = super().forward(x) - x
+            return x + added * (x[..., :1] > 0)
+
+    torch.manual_seed(0)
+    network = nn.Sequential(Gated(), Gated())
+    x = torch.randn(1, 2, 12, dtype=torch.float64)
+    x[0, :, 0] = torch.tensor([-9.0, 9.0])
+    with pytest.warns(UserWarning, match=r"undefined for 2 of 4 pairs.*others"):
+        both = tlc.training.coupling(network, lambda: network(x), K, positions=(0, 1))
+    last = tlc.training.coupling(network, lambda: network(x), K, positions=(1,))
+    assert both.item() == pytest.approx(last.item(), abs=1e-12)
+
+
+def test_pairs_that_do_not_meet_are_left_out() -> None:
+    """Two Jacobians act within one half of the stream each, the third in both."""
+    generator = torch.Generator().manual_seed(0)
+    J = torch.randn(3, 8, 8, dtype=torch.float64, generator=generator)
+    J[0, 4:] = J[0, :, 4:] = 0
+    J[1, :4] = J[1, :, :4] = 0
+    values = []
+    for row, column in [(0, 2), (1, 2), (2, 0), (2, 1)]:
+        U, _, Vh = torch.linalg.svd(J[column])
+        A = U[:, :K].T @ J[row] @ Vh[:K].T
+        values.append(1 - (A - A.diag().diag()).norm() / A.norm())
+    J.requires_grad_()
+    with pytest.warns(UserWarning, match="undefined for 2 of 6 pairs"):
+        value = tlc.training.coupling_of_jacobians(J, K)
+    assert value.item() == pytest.approx(float(sum(values)) / 4, abs=1e-12)
+    value.backward()
+    assert J.grad.isfinite().all()
+
+
+def test_jacobians_of_one_frame_are_coupled_by_1() -> None:
+    """In float32 too, and with a gradient: m̃ is least there."""
+    generator = torch.Generator().manual_seed(0)
+    U, _, Vh = torch.linalg.svd(torch.randn(8, 8, generator=generator))
+    gains = torch.tensor([[8.0, 7, 6, 5, 4, 3, 2, 1], [9.0, 5, 4, 3, 2.5, 2, 1, 0.5]])
+    J = (U @ gains.diag_embed() @ Vh).requires_grad_()
+    value = tlc.training.coupling_of_jacobians(J, K)
+    assert value.item() == pytest.approx(1, abs=1e-6)
+    value.backward()
+    assert J.grad.isfinite().all()
+    # Exactly, of diagonal ones.
+    J = gains.diag_embed().requires_grad_()
+    value = tlc.training.coupling_of_jacobians(J, K)
+    assert value.item() == 1
+    value.backward()
+    assert J.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("frames", ["detached", "differentiated"])
+@pytest.mark.parametrize("scale", [1e30, 1e-30, 1e36, 1e-36])
+def test_coupling_has_no_scale(
+    scale: float, frames: Literal["detached", "differentiated"]
+) -> None:
+    """Of float32: all Jacobians, or one of them, in other units."""
+    generator = torch.Generator().manual_seed(0)
+    J = torch.randn(3, 12, 12, generator=generator)
+    one = torch.tensor([1.0, scale, 1.0])[:, None, None]
+    results = []
+    for factor in (torch.tensor(1.0), torch.tensor(scale), one):
+        x = (factor * J).requires_grad_()
+        value = tlc.training.coupling_of_jacobians(x, K, frames=frames)
+        value.backward()
+        results.append((value.item(), x.grad * factor))
+    for value, gradient in results[1:]:
+        assert value == pytest.approx(results[0][0], abs=1e-5)
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-3, atol=1e-5)
+
+
+def test_coupling_of_blocks_has_no_scale() -> None:
+    network = mlps(1, 1, 1e30)
+    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    J = mlp_jacobians(network, x)
+    network.float()
+    value = tlc.training.coupling(network, lambda: network(x.float()), K)
+    assert value.item() == pytest.approx(naive_coupling(J, J), abs=1e-5)
+    value.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients_of(network))
+    # Beside a skip, numbers this small are rounded; but they are numbers.
+    network = mlps(1, 1e-30, 1e-30).float()
+    value = tlc.training.coupling(network, lambda: network(x.float()), K)
+    assert 0 < value.item() < 1
+    value.backward()
+    assert all(gradient.isfinite().all() for gradient in gradients_of(network))
+
+
+def test_k_of_1_is_refused() -> None:
+    """There coupling is 1, and has no gradient."""
+    J = torch.randn(2, 8, 8)
+    with pytest.raises(ValueError, match="`k` must be at least 2, got 1"):
+        tlc.training.coupling_of_jacobians(J, 1)
+    network = mlps(1, 1)
+    with pytest.raises(ValueError, match="`k` must be at least 2, got 1"):
+        tlc.training.coupling(network, lambda: pytest.fail("was run"), 1)
+    with (
+        pytest.warns(UserWarning, match="has width 1"),
+        pytest.raises(ValueError, match="`k` must be at least 2"),
+    ):
+        tlc.training.coupling_of_jacobians(J[:, :1, :1])
+
+
 class PostNorm(nn.Module):
     """`Y = norm(H + mlp(H))`, `H = norm(X + A X)`, in float64."""
 
@@ -248,6 +451,51 @@ def test_what_is_not_the_function_that_ran_is_refused() -> None:
     half = tiny.huggingface_model("llama", dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="`J` must be float32 or float64"):
         objective(half)
+
+
+def test_what_measure_refuses_is_refused() -> None:
+    """Modules that are not the blocks of one stream, and one of them twice."""
+    model = tiny.huggingface_model("llama")
+    layers = tiny.layers_of(model)
+    attentions = [layer.self_attn for layer in layers]
+    not_blocks = {
+        r"output of block 0 is changed before": [
+            attentions,
+            [layer.mlp for layer in layers],
+            [layers[0].self_attn, layers[0]],
+            [layers[0].self_attn, layers[1]],
+        ],
+        r"blocks once, in their order|in the order": [
+            [layers[0], layers[0]],
+            [layers[0], layers[1], layers[0]],
+            [layers[1], layers[0]],
+            [layers[0], layers[0].self_attn],
+        ],
+    }
+    for refused in (tlc.training.measure, tlc.training.coupling):
+        for message, lists in not_blocks.items():
+            for blocks in lists:
+                with pytest.raises(ValueError, match=message):
+                    refused(blocks, lambda: model(IDS), K)
+    with pytest.raises(ValueError, match="output of block 0 is changed before"):
+        tlc.training.jacobians(attentions, lambda: model(IDS))
+    narrow = nn.Sequential(nn.Linear(12, 1), nn.Linear(1, 12))
+    x = torch.randn(1, 3, 12)
+    with pytest.raises(ValueError, match=r"block 0 takes \[1, 3, 12\] and gives"):
+        tlc.training.coupling(narrow, lambda: narrow(x), K)
+
+
+def test_a_block_that_runs_twice_is_given_twice() -> None:
+    """As to `measure`: weights that are shared by layers (ALBERT)."""
+    torch.manual_seed(0)
+    block = Mlp()
+    network = nn.Sequential(block, block)
+    x = torch.randn(1, 4, 12, dtype=torch.float64)
+    value = tlc.training.coupling([block, block], lambda: network(x), K)
+    J = mlp_jacobians(network, x)
+    assert value.item() == pytest.approx(naive_coupling(J, J), abs=1e-10)
+    step = tlc.training.measure([block, block], lambda: network(x), K)
+    assert value.item() == pytest.approx(step.coupling, abs=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,5 +1,6 @@
 """What every public call begins with: checks of its arguments, with errors of one line,
-and the arithmetic in which it computes; warnings that point at the caller's line.
+and the arithmetic in which it computes, one thread at a time, also in forked children;
+warnings that point at the caller's line.
 """
 
 from tl_coupling.arguments.annotations import (
@@ -16,6 +17,11 @@ from tl_coupling.arguments.annotations import (
     at_least,
 )
 from tl_coupling.arguments.checking import check_text, checked
+from tl_coupling.arguments.forks import (
+    cached_property,
+    fork_safe_lock,
+    shared_changes,
+)
 from tl_coupling.arguments.kinds import made_by
 from tl_coupling.arguments.measuring import (
     defaults_of_model,
@@ -37,12 +43,15 @@ __all__ = [
     "Seed",
     "Text",
     "at_least",
+    "cached_property",
     "check_text",
     "checked",
     "defaults_of_model",
+    "fork_safe_lock",
     "join_measuring",
     "made_by",
     "measuring",
     "others_measuring",
+    "shared_changes",
     "warn_caller",
 ]

@@ -3,7 +3,8 @@
 Autocast, TF32, torch's default dtype and default device would change numbers without a
 word. Some of these belong to the process, as do the levels of forward differentiation
 and, in `blocks`, weights, hooks and attention kernels. So one thread measures at a
-time.
+time. A child that is forked meanwhile finds the turn free, and all of it as it was
+(`forks`).
 """
 
 import functools
@@ -15,11 +16,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from tl_coupling.arguments.forks import call_in_children, fork_safe_lock, shared_changes
 from tl_coupling.interrupts import none_delivered
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
-_turn = threading.RLock()
+_turn = fork_safe_lock()
 # Those whose autocast torch knows by name, beside devices that others add.
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 # Names of reduced precision, and that of float32 as it is.
@@ -29,11 +31,17 @@ _CPU = torch.device("cpu")
 
 
 class _ThreadState(threading.local):
-    """Whether the thread is measuring, and what new tensors are elsewhere in it."""
+    """Whether the thread is measuring, and what new tensors are elsewhere in it.
+
+    `lost_threads` is of a child: with how many threads of torch's this one has measured
+    in the parent. They are not in the child.
+    """
 
     is_measuring = False
+    has_measured = False
     default_device = _CPU
     default_dtype = torch.float32
+    lost_threads: int | None = None
 
 
 _own = _ThreadState()
@@ -50,7 +58,7 @@ def measuring() -> Iterator[None]:
     if _own.is_measuring:
         yield
         return
-    with _turn, ExitStack() as undo:
+    with _turn, ExitStack() as undo, shared_changes() as undo_shared:
         # An interrupt between these lines would leave some of them undone.
         with none_delivered():
             # First in, so last undone: the thread counts as measuring until all is as
@@ -58,12 +66,14 @@ def measuring() -> Iterator[None]:
             undo.callback(setattr, _own, "is_measuring", False)
             _own.is_measuring = True
             _switch_autocast_off(undo)
-            _switch_reduced_precision_off(undo)
-            _reset_defaults(undo)
+            _leave_lost_threads_out(undo)
+            _switch_reduced_precision_off(undo_shared)
+            _reset_defaults(undo, undo_shared)
         try:
             yield
         finally:
             with none_delivered():
+                undo_shared.close()
                 undo.close()
 
 
@@ -94,9 +104,9 @@ def defaults_of_model(
 
     A model's own code may count on it.
     """
-    with ExitStack() as undo:
+    with ExitStack() as undo, shared_changes() as undo_shared:
         if _own.default_dtype == dtype:
-            _set_default_dtype(dtype, undo)
+            _set_default_dtype(dtype, undo_shared)
         if _own.default_device == device:
             _set_default_device(device, undo)
         yield
@@ -153,6 +163,28 @@ def _switch_autocast_off(undo: ExitStack) -> None:
         undo.enter_context(torch.no_grad())
 
 
+def _leave_lost_threads_out(undo: ExitStack) -> None:
+    """Compute with one thread in a child whose parent has others of torch's.
+
+    GNU's OpenMP would wait for them for ever. Where the child has set how many there are,
+    it knows.
+    """
+    n_threads = torch.get_num_threads()
+    if n_threads > 1 and n_threads == _own.lost_threads:
+        undo.callback(torch.set_num_threads, n_threads)
+        torch.set_num_threads(1)
+    _own.has_measured = True
+
+
+def _note_lost_threads() -> None:
+    """Remember, in a child, with how many threads its own one has measured before."""
+    if _own.has_measured:
+        _own.lost_threads = torch.get_num_threads()
+
+
+call_in_children(_note_lost_threads)
+
+
 def _switch_reduced_precision_off(undo: ExitStack) -> None:
     """Compute products and convolutions of float32 in float32."""
     backends: Any = torch.backends
@@ -186,7 +218,7 @@ def _restore_precision(operation: Any, precision: str) -> None:
         operation.fp32_precision = precision
 
 
-def _reset_defaults(undo: ExitStack) -> None:
+def _reset_defaults(undo: ExitStack, undo_shared: ExitStack) -> None:
     """Make new tensors float32 and on the CPU; remember what they were."""
     for name, value in (
         ("default_dtype", torch.get_default_dtype()),
@@ -194,7 +226,8 @@ def _reset_defaults(undo: ExitStack) -> None:
     ):
         undo.callback(setattr, _own, name, getattr(_own, name))
         setattr(_own, name, value)
-    _set_default_dtype(torch.float32, undo)
+    # The dtype is the process's, the device the thread's.
+    _set_default_dtype(torch.float32, undo_shared)
     _set_default_device(_CPU, undo)
 
 

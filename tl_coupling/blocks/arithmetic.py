@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_coupling.arguments import defaults_of_model, measuring
+from tl_coupling.arguments import defaults_of_model, measuring, shared_changes
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import (
     Change,
@@ -59,11 +59,10 @@ _OWN_CALL = {"forward", "_forward_hooks", "_forward_pre_hooks"}
 @contextmanager
 def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
     """Change attributes of objects in this context."""
-    with ExitStack() as undo:
+    with shared_changes() as undo:
         for owner, name, value in changes:
-            original = getattr(owner, name)
+            undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-            undo.callback(setattr, owner, name, original)
         yield
 
 
@@ -74,24 +73,21 @@ def forwards_replaced(
     """Give modules other `forward`s in this context, and no hooks: those of the blocks
     have acted on the stream.
     """
-    originals = {
-        module: {name: vars(module)[name] for name in _OWN_CALL & vars(module).keys()}
-        for module in forwards
-    }
-    try:
+    with shared_changes() as undo:
         for module, forward in forwards.items():
+            # An instance has a `forward` of its own where accelerate put one.
+            own_call = {
+                name: vars(module)[name] for name in _OWN_CALL & vars(module).keys()
+            }
+            undo.callback(vars(module).update, own_call)
+            # The class's own `forward` shows again.
+            undo.callback(vars(module).pop, "forward", None)
             vars(module).update(
                 forward=forward,
                 _forward_hooks=OrderedDict(),
                 _forward_pre_hooks=OrderedDict(),
             )
         yield
-    finally:
-        for module, attributes in originals.items():
-            # An instance has a `forward` of its own where accelerate put one.
-            # The class's own `forward` shows again.
-            vars(module).pop("forward", None)
-            vars(module).update(attributes)
 
 
 @contextmanager
@@ -123,18 +119,18 @@ def exact_arithmetic(
             hear_interrupts()
             yield
             return
-        with interrupts_held(), ExitStack() as stack:
+        with interrupts_held(), shared_changes() as undo, ExitStack() as stack:
             hear_interrupts()
             # Weights are constants: gradients of parameters would fill memory.
             stack.enter_context(torch.no_grad())
             # Fused kernels have no forward mode, and each rounds in its own way.
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_not_compiled())
-            stack.enter_context(left_as_found(modules))
+            undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+            undo.enter_context(_not_compiled())
+            undo.enter_context(left_as_found(modules))
             if modules:
                 # A block that draws at random shall draw others than in the trace.
                 torch.default_generator.manual_seed(_SEED)
-            stack.callback(_forget_graphs, modules)
+            undo.callback(_forget_graphs, modules)
             if dtype is not None:
                 # What is made within torch.func ends with it; weights do not.
                 with temporarily_clear_interpreter_stack():
@@ -142,7 +138,7 @@ def exact_arithmetic(
                 stack.enter_context(attributes_set(changes))
                 stack.enter_context(defaults_of_model(None, dtype))
             _entered.append(state)
-            stack.callback(_entered.pop)
+            undo.callback(_entered.pop)
             yield
 
 
@@ -282,7 +278,7 @@ def _entered_when_called(
         if called:
             called.pop().close()
 
-    with ExitStack() as hooks:
+    with shared_changes() as hooks:
         for module in dict.fromkeys(modules):
             hook = module.register_forward_pre_hook(before, with_kwargs=True)
             hooks.enter_context(hook)

@@ -15,7 +15,6 @@ parts with a matrix.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import reverse_mode
@@ -257,7 +257,7 @@ def hooked_components(
 
     def holding(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
         def value(x: Tensor) -> Tensor:
-            with ExitStack() as hooks:
+            with shared_changes() as hooks:
                 for point in points:
                     if point is not None:
                         hooks.enter_context(point.register_forward_hook(held))
@@ -273,7 +273,7 @@ def hooked_components(
                 moved = row_shift.index_add(0, index, shift[None])
                 return output.detach() + moved.view_as(output)
 
-            with z_point.register_forward_hook(shifted):
+            with shared_changes(z_point.register_forward_hook(shifted)):
                 return holding(*points)(x)
 
         return value
@@ -378,7 +378,7 @@ def _factors_at_z(
         def shifted(_: nn.Module, __: object, z: Tensor) -> Tensor:
             return z.detach() + shift.view_as(z)
 
-        with point.register_forward_hook(shifted):
+        with shared_changes(point.register_forward_hook(shifted)):
             return part().reshape(-1)
 
     inputs = tuple(part.inputs.values())
@@ -408,11 +408,12 @@ class _Noted:
         self._values: list[Tensor] = []
 
     def __enter__(self) -> "_Noted":
-        self._hook = self.point.register_forward_hook(self._note)
+        self._hook = shared_changes(self.point.register_forward_hook(self._note))
+        self._hook.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+        self._hook.__exit__(None, None, None)
 
     def _note(self, _: nn.Module, __: object, output: Tensor) -> None:
         self._values.append(output)

@@ -3,7 +3,6 @@ and after it.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import exact_arithmetic, map_tensors
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
 from tl_coupling.interrupts import hear_interrupts
@@ -78,7 +78,7 @@ class ForwardPass:
                 entries.
         """
         forward_pass = cls()
-        with ExitStack() as hooks:
+        with shared_changes() as hooks:
             # A block that runs several times gets one hook, which is called each time.
             for block in dict.fromkeys(blocks):
                 hooks.enter_context(
@@ -94,10 +94,9 @@ class ForwardPass:
             run()
         forward_pass._keep_states()
         _check_order(forward_pass.calls, list(blocks))
-        _check_shapes(forward_pass.calls, n_pos)
-        forward_pass.calls[:] = map(_flatten_streams, forward_pass.calls)
-        _check_finite(forward_pass.calls, model)
-        _check_unchanged_between(forward_pass.calls, len(blocks))
+        forward_pass.calls[:] = calls_on_one_stream(
+            forward_pass.calls, model, len(blocks), n_pos
+        )
         return forward_pass
 
     def _enter(
@@ -173,6 +172,25 @@ class ForwardPass:
         if "mask" not in name:  # Masks are exact.
             self.rounded.add(name)
         return tensor.to(dtype)
+
+
+def calls_on_one_stream(
+    calls: list[RecordedCall],
+    model: nn.Module,
+    n_blocks: int,
+    n_pos: int | None = None,
+) -> list[RecordedCall]:
+    """Return calls of blocks, in order, with their streams as `[n_pos d_model]`.
+
+    Raises:
+        ValueError: they are not each on the residual stream that the one before gave, of
+            one input of `n_pos` tokens if that is known, with finite entries.
+    """
+    _check_shapes(calls, n_pos)
+    calls = list(map(_flatten_streams, calls))
+    _check_finite(calls, model)
+    _check_unchanged_between(calls, n_blocks)
+    return calls
 
 
 def _rotary_modules_outside(

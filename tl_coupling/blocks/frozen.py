@@ -12,7 +12,6 @@ what its Jacobian says, however far the stream is moved.
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.arguments import cached_property
 from tl_coupling.blocks.errors import DerivativeError
 from tl_coupling.blocks.freezing import Freezing
 from tl_coupling.blocks.function import BlockFunction

@@ -19,13 +19,14 @@ keys and values, and each row of those to its input.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.arguments import cached_property
 from tl_coupling.blocks.applied import Applied
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.components import (

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tl_coupling.arguments import cached_property
 from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.calls import RecordedCall
 from tl_coupling.blocks.contexts import BlockError

@@ -13,7 +13,6 @@ result is compared with the full sequence.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import forwards_replaced
 from tl_coupling.blocks.contexts import BlockError, Context
 from tl_coupling.blocks.parts import (
@@ -186,7 +186,7 @@ def _called_parts(
     modules = list((getattr(module, "original_component", None) or module).children())
     if block.norm is not None:
         modules.append(block.norm)
-    with ExitStack() as hooks:
+    with shared_changes() as hooks:
         for part in dict.fromkeys(modules):
             hooks.enter_context(part.register_forward_hook(note, with_kwargs=True))
         # A copy: the block may add to it in place.

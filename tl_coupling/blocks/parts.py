@@ -14,7 +14,7 @@ From TransformerLens' weights and hook points:
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.calls import hidden_states
 from tl_coupling.blocks.contexts import BlockError, Context
@@ -74,7 +75,7 @@ class Part(NamedTuple):
         """
 
         def value(*shifts: Tensor) -> Tensor:
-            with ExitStack() as hooks:
+            with shared_changes() as hooks:
                 for name, shift in zip(names, shifts, strict=True):
                     point = getattr(self.module, name)
                     hooks.enter_context(point.register_forward_hook(_adding(shift)))

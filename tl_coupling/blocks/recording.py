@@ -1,11 +1,12 @@
 """One forward pass of a TransformerLens model, up to its unembedding."""
 
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.forward_passes import ForwardPass
@@ -32,7 +33,7 @@ def recorded_pass(
         with suppress(_BlocksDone):
             _run(model, model_input)
 
-    with own_arithmetic(model, dtype), tails.runnable(model), ExitStack() as hooks:
+    with own_arithmetic(model, dtype), tails.runnable(model), shared_changes() as hooks:
         unembedding = getattr(model, "unembed", None)
         if isinstance(unembedding, nn.Module) and not to_end:
             # Before its weights are read.

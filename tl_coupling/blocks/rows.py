@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import exact_arithmetic
 from tl_coupling.blocks.calls import BlockCall, RecordedCall
 from tl_coupling.blocks.contexts import BlockError, Context
@@ -181,7 +182,7 @@ def mlp_on_rows(block: nn.Module, rows: list[int], n_pos: int) -> Iterator[None]
     mlp = getattr(block, "mlp", None)
     if not isinstance(mlp, nn.Module) or len(rows) == n_pos:
         raise BlockError("there is no MLP, or no row without interest")
-    with (
+    with shared_changes(
         mlp.register_forward_pre_hook(keep_rows, with_kwargs=True, prepend=True),
         mlp.register_forward_hook(put_back),
     ):

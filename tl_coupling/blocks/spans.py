@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import forwards_replaced, is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError, Context
 from tl_coupling.blocks.evaluation import PullBack, vjp
@@ -137,7 +138,7 @@ def _mlp_jacobians(
             case (Tensor() as rows,), Tensor() as values:
                 seen.append((rows, values))
 
-    with mlp.register_forward_hook(note):
+    with shared_changes(mlp.register_forward_hook(note)):
         block.added_to_following(block.X[start:stop], _earlier_rows(block, start))
     n_rows = stop - start
     if len(seen) != 1 or any(x.ndim != 3 or len(x[0]) != n_rows for x in seen[0]):

@@ -15,7 +15,7 @@ nothing passes by: with its output held, that of the block is constant.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import map_tensors
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.contexts import BlockError
@@ -242,7 +243,7 @@ def _observing(
         observed[call] = _Observed(args, kwargs, x.clone(), output.clone())
         return output
 
-    with ExitStack() as hooks:
+    with shared_changes() as hooks:
         for module in dict.fromkeys(modules):
             hooks.enter_context(module.register_forward_hook(note, with_kwargs=True))
         yield observed

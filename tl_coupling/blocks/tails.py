@@ -7,7 +7,7 @@ and has no effect, which is checked once for each model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import forwards_replaced, own_arithmetic
 from tl_coupling.blocks.calls import as_block_output, hidden_states
 from tl_coupling.models import (
@@ -216,7 +217,7 @@ def _run(
     def note(_: nn.Module, __: tuple[object, ...], output: object) -> None:
         outputs.append(output)
 
-    with original.register_forward_hook(note), runnable(model):
+    with shared_changes(original.register_forward_hook(note)), runnable(model):
         return model(batch, return_type="logits", **options), outputs[0]
 
 
@@ -253,7 +254,7 @@ def _watched(model: Any) -> Iterator[list[_Returned]]:
         length = len(output) if isinstance(output, tuple | list) else 0
         returned[layer] = _Returned(length, hidden_states(output).clone())
 
-    with ExitStack() as hooks:
+    with shared_changes() as hooks:
         for layer, block in enumerate(model.blocks):
             hooks.enter_context(block.register_forward_hook(partial(leave, layer)))
         yield returned

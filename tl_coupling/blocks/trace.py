@@ -3,14 +3,13 @@
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from tl_coupling.arguments import checked, made_by
+from tl_coupling.arguments import cached_property, checked, made_by
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.sweeps import Sweep

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 import tl_coupling as tlc
+from tl_coupling.arguments import cached_property
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, Work, work_in

@@ -21,6 +21,7 @@ from tl_coupling.measures.matrices import (
     miscoupling,
     nan_where_zero,
     normalized_miscoupling,
+    safe_scale,
     spectral_miscoupling,
 )
 from tl_coupling.measures.measure import (

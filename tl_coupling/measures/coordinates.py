@@ -9,14 +9,13 @@ unless T is orthogonal. A metric M says what length means: `|x|² = xᵀ M x`.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import cached_property, checked
 from tl_coupling.measures.matrices import require_finite
 from tl_coupling.measures.removals import without_identity
 from tl_coupling.spectra import eigh, eigvalsh

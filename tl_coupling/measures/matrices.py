@@ -19,6 +19,8 @@ from tl_coupling.spectra import Spectrum, check_entries, check_k
 
 Norm = Annotated[int | float, at_least(1)]
 Orientation = Literal["ujv", "vju"]
+# The axes of a matrix.
+_MATRIX = (-2, -1)
 
 
 @checked
@@ -108,7 +110,7 @@ def miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch"]:
         tensor(1.4142)
     """
     check_entries(A, "A")
-    return require_finite(off_diagonal(A).norm(dim=(-2, -1)), "A")
+    return require_finite(norm(off_diagonal(A), _MATRIX), "A")
 
 
 @checked
@@ -132,8 +134,8 @@ def normalized_miscoupling(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*ba
         tensor([0., 1.])
     """
     check_entries(A, "A")
-    size = require_finite(A.norm(dim=(-2, -1)), "A")
-    return off_diagonal(A).norm(dim=(-2, -1)) / nan_where_zero(size, "‖A‖_F")
+    size = require_finite(norm(A, _MATRIX), "A")
+    return norm(off_diagonal(A), _MATRIX) / nan_where_zero(size, "‖A‖_F")
 
 
 @checked
@@ -170,8 +172,8 @@ def spectral_miscoupling(
     s = top_values(S_1, A.shape[-1])
     entries = A.abs() if absolute else A
     # Only the entries of A are made absolute; singular values are at least 0.
-    distance = (entries - torch.diag_embed(s)).norm(dim=(-2, -1))
-    length = torch.linalg.vector_norm(s, ord=p, dim=-1)
+    distance = norm(entries - torch.diag_embed(s), _MATRIX)
+    length = norm(s, -1, p)
     return require_finite(distance, "A") / nan_where_zero(length, "‖s_{1,K}‖_p")
 
 
@@ -193,8 +195,8 @@ def captured_energy(
         tensor(0.5000)
     """
     s = top_values(S_1, A.shape[-1])
-    size = require_finite(A.norm(dim=(-2, -1)), "A")
-    return size / nan_where_zero(s.norm(dim=-1), "‖s_{1,K}‖₂")
+    size = require_finite(norm(A, _MATRIX), "A")
+    return size / nan_where_zero(norm(s, -1), "‖s_{1,K}‖₂")
 
 
 def energy_shares(
@@ -244,6 +246,25 @@ def require_finite(values: Tensor, name: str) -> Tensor:
     if not bool(torch.isfinite(values).all()):
         raise ValueError(f"`{name}` has NaN or infinite entries: it has no measure")
     return values
+
+
+def norm(x: Tensor, axes: int | tuple[int, ...], p: Norm = 2) -> Tensor:
+    """Return a norm along some axes; the squares of entries may leave the dtype's range."""
+    scale = safe_scale(x, axes)
+    return torch.linalg.vector_norm(x / scale, p, axes) * scale.squeeze(axes)
+
+
+def safe_scale(x: Tensor, axes: int | tuple[int, ...]) -> Tensor:
+    """Return a number by which to divide x, so that its squares are in the dtype's range.
+
+    1 where they are, so that usual numbers keep every bit; else the largest entry.
+    """
+    largest = x.detach().abs().amax(axes, keepdim=True)
+    limits = torch.finfo(x.dtype)
+    # Of smaller ones the squares of entries that still count would underflow.
+    smallest = limits.tiny**0.5 / limits.eps
+    is_safe = (largest >= smallest) & (largest <= 1 / smallest)
+    return largest.masked_fill(is_safe | (largest == 0), 1)
 
 
 def off_diagonal(A: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.models.adapters import layers_with_adapters, merge_adapters
 from tl_coupling.models.advice import one_line
 from tl_coupling.models.errors import ModelError
@@ -187,17 +188,13 @@ def _adapters_called(modules: nn.Module, model: nn.Module) -> set[nn.Module]:
     if not adapters or not takes_ids or getattr(config, "is_encoder_decoder", False):
         return set()
     called: set[nn.Module] = set()
-    handles = [
-        module.register_forward_hook(lambda module, *_: called.add(module))
-        for module in adapters
-    ]
     device = next(modules.parameters()).device
-    try:
-        with torch.no_grad():
-            model(torch.zeros(1, 2, dtype=torch.long, device=device))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), shared_changes() as hooks:
+        for adapter in adapters:
+            hooks.enter_context(
+                adapter.register_forward_hook(lambda module, *_: called.add(module))
+            )
+        model(torch.zeros(1, 2, dtype=torch.long, device=device))
     return called
 
 

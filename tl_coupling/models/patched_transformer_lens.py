@@ -8,16 +8,15 @@ fails once the patch can go.
 """
 
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 
-from tl_coupling.arguments import warn_caller
+from tl_coupling.arguments import fork_safe_lock, shared_changes, warn_caller
 
-_installing = threading.RLock()
+_installing = fork_safe_lock()
 
 
 @contextmanager
@@ -40,7 +39,7 @@ def nothing_installed(name: str) -> Iterator[None]:
     # substitute of the other.
     with _installing:
         original: Callable[..., int] = subprocess.check_call
-        with patch.object(subprocess, "check_call", check_call):
+        with shared_changes(patch.object(subprocess, "check_call", check_call)):
             yield
     if refused:
         warn_caller(

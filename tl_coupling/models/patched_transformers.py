@@ -25,6 +25,8 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from tl_coupling.arguments import shared_changes
+
 
 class Weight(NamedTuple):
     """A weight of a model, or a buffer of its state."""
@@ -117,7 +119,7 @@ def noted_readings() -> Iterator[list[Reading]]:
         )
         return result
 
-    with (
+    with shared_changes(
         patch.object(core_model_loading, "rename_source_key", renamed),
         patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(noted)),
     ):
@@ -200,7 +202,7 @@ def skip_reading_weights() -> Iterator[None]:
             model, name, value.read() if isinstance(value, _Located) else value, *others
         )
 
-    with (
+    with shared_changes(
         patch.object(core_model_loading, "spawn_materialize", locate),
         patch.object(core_model_loading, "set_param_for_module", put_in_memory),
     ):

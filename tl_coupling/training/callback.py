@@ -1,11 +1,13 @@
 """Coupling at every so many steps of HuggingFace's `Trainer`, or of any loop."""
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     TrainerCallback,
     TrainerControl,
@@ -13,14 +15,18 @@ from transformers import (
     TrainingArguments,
 )
 
-from tl_coupling.arguments import Count, Positive, checked, warn_caller
+from tl_coupling.arguments import Count, Positive, Text, checked, warn_caller
 from tl_coupling.measures import mean_name, null_name
+from tl_coupling.results import check_alike
 from tl_coupling.training.measuring import CouplingOfStep, measure
+from tl_coupling.training.parallel import refuse_sharded, unwrapped
 
 if TYPE_CHECKING:
     import xarray
 
 Ids = Sequence[int] | Tensor
+# Of the blocks: what all steps of a run have in common.
+_FACTS = ("model", "n_layers", "d_model")
 
 
 @checked
@@ -39,7 +45,9 @@ class CouplingCallback(TrainerCallback):
         coupling.step(step, model)
 
     Training is not disturbed: losses are the same to the bit (`measure`). Under DDP the
-    first process measures.
+    first process measures. The model is measured without wrappers of DDP, DataParallel,
+    Fabric, DeepSpeed and `torch.compile`; under FSDP and ZeRO-3 no process has all
+    weights, which is refused. A callback holds one run: each model gets its own.
 
     Args:
         prompts: texts, or token ids.
@@ -56,7 +64,10 @@ class CouplingCallback(TrainerCallback):
         steps: measured steps.
 
     Raises:
-        ValueError: no prompts; texts without a tokenizer; blocks that are not found.
+        ValueError: no prompts, or an empty one; no k; texts without a tokenizer; blocks
+            that are not found. At a step, token ids beyond the model's vocabulary, a
+            model of another depth or width than before, another model at a step that
+            was measured, and weights that are spread over processes.
 
     Example:
         >>> Layer = torch.nn.TransformerEncoderLayer
@@ -68,9 +79,9 @@ class CouplingCallback(TrainerCallback):
 
     def __init__(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Text | Sequence[Text] | Sequence[Sequence[int]],
         every: Count = 100,
-        k: int | Sequence[int] = (10,),
+        k: Count | Sequence[Count] = (10,),
         *,
         tokenizer: Any = None,
         blocks: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
@@ -81,8 +92,12 @@ class CouplingCallback(TrainerCallback):
         )
         if not self.prompts:
             raise ValueError("`prompts` is empty: wanted at least one")
+        for number, prompt in enumerate(self.prompts):
+            _check_holds_tokens(len(prompt), number)
         self.every = every
         self.ks = sorted({k} if isinstance(k, int) else set(k))
+        if not self.ks:
+            raise ValueError("`k` is empty: wanted at least one number")
         self.tokenizer = tokenizer
         self.blocks = blocks or residual_blocks
         self.max_seconds = max_seconds
@@ -90,6 +105,8 @@ class CouplingCallback(TrainerCallback):
         self.seconds = 0.0
         # Numbers alone: a trace would keep the activations of every step.
         self._datasets: dict[int, xarray.Dataset] = {}
+        self._models: dict[int, weakref.ref[nn.Module]] = {}
+        self._facts: dict[str, Any] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -99,9 +116,18 @@ class CouplingCallback(TrainerCallback):
     def step(self, step: int, model: nn.Module) -> dict[str, float] | None:
         """Measure the model if it is the turn of this step; return what is logged.
 
-        Raises as `measure`.
+        Raises as `measure`, and ValueError as the class says.
         """
-        if step % self.every or step in self._datasets:
+        if step % self.every:
+            return None
+        refuse_sharded(model)
+        model = unwrapped(model)
+        if step in self._datasets:
+            if self._models[step]() is not model:
+                raise ValueError(
+                    f"step {step} was measured already, of another model: make a "
+                    "CouplingCallback for each model"
+                )
             return None
         if self.max_seconds is not None and self.seconds >= self.max_seconds:
             warn_caller(
@@ -109,29 +135,45 @@ class CouplingCallback(TrainerCallback):
                 f"(`max_seconds`): it is not measured at step {step} and later ones"
             )
             return None
-        # DDP and the like wrap the model; their own call would wait for other processes.
-        inner: nn.Module = getattr(model, "module", model)
-        blocks = list(self.blocks(inner))
-        device = next(inner.parameters()).device
+        blocks = list(self.blocks(model))
+        device = next(model.parameters()).device
         start = time.perf_counter()
         measured: list[CouplingOfStep] = []
         losses: list[float] = []
-        for prompt in self.prompts:
-            ids = self._ids(prompt, device)
+        for number, prompt in enumerate(self.prompts):
+            ids = self._ids(prompt, number, device)
             outputs: list[Any] = []
 
-            def run(ids: Tensor = ids, outputs: list[Any] = outputs) -> None:
-                outputs.append(inner(ids))
+            def run(
+                ids: Tensor = ids, number: int = number, outputs: list[Any] = outputs
+            ) -> None:
+                with _RowsChecked(number):
+                    outputs.append(model(ids))
 
             measured.append(measure(blocks, run, self.ks[-1]))
             losses.append(_loss(outputs[0], ids))
+        self._check_same_run(measured[0])
         self._datasets[step] = self._dataset_of_step(measured, losses)
+        self._models[step] = weakref.ref(model)
         taken = time.perf_counter() - start
         self.seconds += taken
         logs = self._logs(measured) | {"coupling/seconds": taken}
         if self.log is not None:
             self.log(logs)
         return logs
+
+    def _check_same_run(self, measured: CouplingOfStep) -> None:
+        """Raise ValueError for a model that cannot be the one of the steps before."""
+        provenance = measured.depth.provenance
+        facts = {name: provenance.get(name) for name in _FACTS}
+        check_alike(
+            self._facts or facts,
+            facts,
+            _FACTS,
+            "`model` must be that of the steps before: wanted",
+            "make a CouplingCallback for each model",
+        )
+        self._facts = facts
 
     def to_dataset(self) -> "xarray.Dataset":
         """Return the run as `checkpoint_sweep` does: `plot_emergence` and others take it.
@@ -186,6 +228,8 @@ class CouplingCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Measure the model before its first step."""
+        # In every process: where one alone ended, the others would wait for it.
+        refuse_sharded(kwargs["model"])
         self._on_step(state, control, kwargs)
 
     def on_step_end(
@@ -210,7 +254,7 @@ class CouplingCallback(TrainerCallback):
         self.step(state.global_step, given["model"])
         control.should_log = logs_loss
 
-    def _ids(self, prompt: str | Ids, device: torch.device) -> Tensor:
+    def _ids(self, prompt: str | Ids, number: int, device: torch.device) -> Tensor:
         if not isinstance(prompt, str):
             return torch.as_tensor(prompt, device=device).reshape(1, -1)
         if self.tokenizer is None:
@@ -219,6 +263,7 @@ class CouplingCallback(TrainerCallback):
                 "trainer a `processing_class`"
             )
         ids: Tensor = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        _check_holds_tokens(ids.shape[-1], number)
         return ids.to(device)
 
     def _logs(self, measured: Sequence[CouplingOfStep]) -> dict[str, float]:
@@ -250,6 +295,48 @@ def residual_blocks(model: nn.Module) -> list[nn.Module]:
             "blocks: `blocks=lambda model: model.layers`"
         )
     return found[0]
+
+
+def _check_holds_tokens(n_tokens: int, number: int) -> None:
+    if n_tokens == 0:
+        raise ValueError(f"`prompts[{number}]` is empty: wanted at least one token")
+
+
+class _RowsChecked(TorchFunctionMode):
+    """Raises ValueError where a table of embeddings lacks a row that a prompt asks for.
+
+    torch's own error names neither, and on a GPU ends all work there. Not by hooks on
+    modules: some tables of positions are called with something else than their rows.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        """Call a function of torch, of which look-ups are checked."""
+        kwargs = kwargs or {}
+        if func is nn.functional.embedding:
+            self._check(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _check(self, input: Tensor, weight: Tensor, *_: object, **__: object) -> None:
+        if not input.numel():
+            return
+        lowest = int(input.min())
+        highest = int(input.max())
+        if lowest < 0 or highest >= len(weight):
+            raise ValueError(
+                f"`prompts[{self.number}]` asks for rows {lowest} … {highest} of a table "
+                f"of embeddings that has {len(weight)}: give ids of the model's "
+                "vocabulary, and no more tokens than its context holds"
+            )
 
 
 def _loss(output: Any, ids: Tensor) -> float:

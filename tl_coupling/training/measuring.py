@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import checked, shared_changes
 from tl_coupling.blocks import Trace, trace_modules
 from tl_coupling.comparisons import CouplingMap, depth_coupling
+from tl_coupling.training.parallel import refuse_sharded, refuse_sharded_weights
 from tl_coupling.trajectories import expodistance, line_shape_score
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def measure(
         position: the token; the last by default.
 
     Raises:
-        ValueError: as `trace_modules` and `depth_coupling`.
+        ValueError: as `trace_modules` and `depth_coupling`; weights that are spread over
+            processes (FSDP, DeepSpeed's ZeRO-3).
 
     Cost: a forward pass, and `depth_coupling`.
 
@@ -129,34 +131,40 @@ def measure(
 def undisturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
     """Put the blocks, and every module that is called here, in eval mode for a while.
 
-    Random numbers that are drawn here are drawn again afterwards.
+    Random numbers that are drawn here are drawn again afterwards. Raises ValueError for a
+    module whose weights are spread over processes, before it is called.
     """
-    modes: dict[nn.Module, bool] = {}
+    # Before any of them is changed.
+    for block in blocks:
+        refuse_sharded(block)
     thread = threading.get_ident()
-
-    def switch(module: nn.Module, _: object = None) -> None:
-        # Other threads may be training other models.
-        if module.training and threading.get_ident() == thread:
-            modes[module] = True
-            module.training = False
-
     devices = {p.device for block in blocks for p in block.parameters()}
     accelerators = [device for device in devices if device.type == "cuda"]
     python_state = random.getstate()
     # The legacy generator is the one that training code shares.
     numpy_state = np.random.get_state()  # noqa: NPY002
-    for block in blocks:
-        for module in block.modules():
-            switch(module)
-    # What `run` calls beside the blocks (embeddings with dropout) is known only as it is
-    # called; a parent is called before its parts.
-    hook = nn.modules.module.register_module_forward_pre_hook(switch)
-    try:
-        with torch.random.fork_rng(accelerators), torch.no_grad():
-            yield
-    finally:
-        hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+    with shared_changes() as undo:
+
+        def switch(module: nn.Module, _: object = None) -> None:
+            # Other threads may be training other models.
+            if threading.get_ident() != thread:
+                return
+            # Before its own hooks, in which FSDP and ZeRO-3 wait for other processes.
+            refuse_sharded_weights(module)
+            if module.training:
+                undo.callback(setattr, module, "training", True)
+                module.training = False
+
+        for block in blocks:
+            for module in block.modules():
+                switch(module)
+        # What `run` calls beside the blocks (embeddings with dropout) is known only as it
+        # is called; a parent is called before its parts.
+        hook = nn.modules.module.register_module_forward_pre_hook(switch)
+        undo.enter_context(hook)
+        try:
+            with torch.random.fork_rng(accelerators), torch.no_grad():
+                yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002

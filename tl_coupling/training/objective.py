@@ -1,24 +1,29 @@
 """Coupling and block Jacobians with a gradient, for objectives and probes."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from einops import einsum
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_coupling.arguments import Count, checked
+from tl_coupling.arguments import Count, checked, shared_changes, warn_caller
 from tl_coupling.blocks import (
     BlockCall,
     BlockFunction,
+    RecordedCall,
     StepError,
     autocast_off_within,
+    calls_on_one_stream,
+    hidden_states,
 )
 from tl_coupling.jacobians import Function
+from tl_coupling.measures import normalized_miscoupling, safe_scale
 from tl_coupling.spectra import check_matrices, fitting_k
 from tl_coupling.training.measuring import undisturbed
 
@@ -50,9 +55,16 @@ def coupling(
     there. The model runs once more, in eval mode, and the caller's graph is left alone:
     gradients accumulate as those of any other term.
 
+    A block that adds nothing, as one with a zero-initialised output projection, has no
+    singular vectors: its pairs are left out, with a warning, and so are those whose A is
+    0. Gradients are finite; where no pair is left, coupling is 0 and has a gradient of
+    0. (`depth_coupling` leaves out such a block's Jacobian, and compares others with
+    singular vectors of it that are arbitrary, with a warning.)
+
     Args:
         blocks, run: as in `measure`.
-        k: how many top singular vectors: 50, or all of a narrower model, by default.
+        k: how many top singular vectors, 2 or more: 50, or all of a narrower model, by
+            default.
         positions: the tokens; the last by default.
         frames: whether the singular vectors of the other block are constants, so that
             only `J^l` is moved into them, or are differentiated as well. A gradient
@@ -66,8 +78,10 @@ def coupling(
 
     Raises:
         ValueError: fewer than two blocks, a k or position out of range, a run that does
-            not call each block once, on one input, or a block that normalises the
-            stream by something else than a module that is called on it.
+            not call each block once, on one input and on the stream that the one before
+            gave, a block that normalises the stream by something else than a module
+            that is called on it, or weights that are spread over processes (FSDP,
+            DeepSpeed's ZeRO-3).
         StepError: a block that adds something else when it is called again.
         TypeError: a model in 16 bits.
 
@@ -86,6 +100,8 @@ def coupling(
     """
     if len(list(blocks)) < 2:
         raise ValueError(f"`blocks` must be two or more, got {len(list(blocks))}")
+    if k is not None:
+        _check_k(k)
     J = jacobians(
         blocks,
         run,
@@ -94,9 +110,8 @@ def coupling(
         chunk_size=chunk_size,
         function="branches",
     )
-    return torch.stack(
-        [coupling_of_jacobians(J_t, k, frames=frames) for J_t in J]
-    ).mean()
+    couplings = [_couplings_of_pairs(J_t, k, frames) for J_t in J]
+    return _mean(couplings, math.perm(J.shape[1], 2))
 
 
 @checked
@@ -122,7 +137,8 @@ def jacobians(
 
     Raises:
         ValueError: no blocks, a position out of range, or a run that does not call each
-            block once, on one input; "branches" as in `block_jacobian`.
+            block once, on one input and on the stream that the one before gave;
+            "branches" as in `block_jacobian`.
         StepError: a block that adds something else when it is called again.
 
     Cost: as `coupling`.
@@ -183,8 +199,10 @@ def _recorded(
     blocks: Sequence[nn.Module], run: Callable[[], object]
 ) -> list[BlockFunction]:
     """Return what each block adds to the stream that entered it, which keeps its graph."""
-    functions: list[BlockFunction] = []
     entered: list[tuple[BlockCall, Tensor]] = []
+    # With its graph, and without one.
+    streams: list[Tensor] = []
+    calls: list[RecordedCall] = []
 
     def note_input(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,27 +220,32 @@ def _recorded(
                 "(`use_cache=False`), prefix included"
             )
         # A block may add to the stream in place.
-        entered.append((call, call.rows(residual.clone())))
+        entered.append((call, residual.clone()))
 
     def note_output(_module: nn.Module, _args: object, output: object) -> None:
-        call, X = entered[-1]
-        step = call.rows(output).detach() - X.detach()
-        functions.append(BlockFunction(len(functions), call, X, step))
+        call, residual = entered.pop()
+        streams.append(call.rows(residual))
+        Y = hidden_states(output).detach().clone()
+        calls.append(RecordedCall(call, residual.detach(), Y, frozenset()))
 
-    with autocast_off_within(blocks), ExitStack() as hooks:
-        for block in blocks:
+    with autocast_off_within(blocks), shared_changes() as hooks:
+        for block in dict.fromkeys(blocks):
             hooks.enter_context(
                 block.register_forward_pre_hook(note_input, with_kwargs=True)
             )
             hooks.enter_context(block.register_forward_hook(note_output))
         run()
-    called = [function.call.module for function in functions]
+    called = [recorded.call.module for recorded in calls]
     if called != list(blocks):
         raise ValueError(
             f"`run` must call each of the {len(blocks)} blocks once, in their order, got "
             f"{len(called)} calls"
         )
-    return functions
+    calls = calls_on_one_stream(calls, nn.ModuleList(blocks), len(blocks))
+    return [
+        BlockFunction(layer, recorded.call, X, step=recorded.Y - recorded.X)
+        for layer, (recorded, X) in enumerate(zip(calls, streams, strict=True))
+    ]
 
 
 def _jacobian(
@@ -270,7 +293,8 @@ def coupling_of_jacobians(
 ) -> Float[Tensor, ""]:
     """Return mean coupling of different Jacobians as a scalar that can be differentiated.
 
-    It is the number of `coupling`, of Jacobians to which something was done first.
+    It is the number of `coupling`, of Jacobians to which something was done first; those
+    that are 0 are left out as there. It has no scale: gains of any size do.
 
     Args:
         J: Jacobians of two or more blocks, as `jacobians` gives for a position.
@@ -291,16 +315,66 @@ def coupling_of_jacobians(
     """
     if len(J) < 2:
         raise ValueError(f"`J` must hold two or more Jacobians, got {len(J)}")
+    return _mean([_couplings_of_pairs(J, k, frames)], math.perm(len(J), 2))
+
+
+def _couplings_of_pairs(
+    J: Float[Tensor, "n_blocks d_model d_model"], k: int | None, frames: Frames
+) -> Float[Tensor, " n_defined"]:
+    """Return the coupling of every two different Jacobians that have one.
+
+    They have none where one of them is 0, and so has no singular vectors, or where A is.
+    """
     check_matrices(J)
     k = fitting_k(k, J.shape[-1])
+    _check_k(k)
+    J = J[_is_some(J)]
+    J = J / safe_scale(J, (-2, -1))
     decomposed = J.detach() if frames == "detached" else J
     U, _, Vh = torch.linalg.svd(decomposed)
     images = einsum(J, Vh[:, :k], "row out d, column k d -> row column out k")
     A = einsum(U[..., :k], images, "column out j, row column out k -> row column j k")
-    energy = A.square()
-    total = energy.sum((-1, -2))
-    diagonal = energy.diagonal(dim1=-2, dim2=-1).sum(-1)
     different = ~torch.eye(len(J), dtype=torch.bool, device=J.device)
-    off_share = (total - diagonal)[different] / total[different]
-    # Rounding may leave a share below 0, whose root has no gradient.
-    return 1 - off_share.clamp_min(torch.finfo(J.dtype).eps).sqrt().mean()
+    A = A[different]
+    # What is left out has no part in the graph: a derivative of 0/0 would be NaN, though
+    # it were multiplied by 0.
+    return 1 - normalized_miscoupling(A[_is_some(A)])
+
+
+def _mean(
+    couplings: Sequence[Float[Tensor, " n_defined"]], n_pairs: int
+) -> Float[Tensor, ""]:
+    """Return the mean over positions of means over pairs.
+
+    Pairs that have no coupling are left out, with a warning. Where none has one it is 0,
+    with a gradient of 0: a step of training goes on, moved by the loss alone.
+
+    Args:
+        couplings: of each position, those that are defined.
+        n_pairs: how many pairs a position has.
+    """
+    means = [of_pairs.mean() for of_pairs in couplings if len(of_pairs)]
+    n_all = n_pairs * len(couplings)
+    n_undefined = n_all - sum(map(len, couplings))
+    if n_undefined:
+        result = "the mean is over the others" if means else "0 stands for the mean"
+        warn_caller(
+            f"coupling is undefined for {n_undefined} of {n_all} pairs, where a "
+            f"Jacobian or A is 0: {result}"
+        )
+    return torch.stack(means).mean() if means else torch.cat(list(couplings)).sum()
+
+
+def _is_some(matrices: Float[Tensor, "n rows columns"]) -> Bool[Tensor, " n"]:
+    """Say which matrices are more than 0, and than numbers that have lost their digits."""
+    largest = matrices.detach().abs().amax((-2, -1))
+    return largest >= torch.finfo(matrices.dtype).tiny
+
+
+def _check_k(k: int) -> None:
+    """Raise ValueError where the coupling of any blocks is 1."""
+    if k < 2:
+        raise ValueError(
+            f"`k` must be at least 2, got {k}: of a single singular vector the coupling "
+            "of any blocks is 1"
+        )

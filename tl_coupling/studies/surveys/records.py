@@ -10,7 +10,6 @@ beside them.
 
 import json
 import sys
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
+from tl_coupling.arguments import fork_safe_lock
 from tl_coupling.files import WRITING_SECONDS, write_atomically
 from tl_coupling.interrupts import interrupts_held
 
@@ -29,7 +29,7 @@ PLAN = "plan.json"
 # The format of plans, records and results.
 VERSION = 2
 # The netCDF library is not thread-safe.
-_netcdf = threading.Lock()
+_netcdf = fork_safe_lock()
 # What a record calls the description of its model's files.
 FILES = "files"
 
