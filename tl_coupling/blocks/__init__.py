@@ -22,7 +22,7 @@ from tl_coupling.blocks.components import Components
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context
 from tl_coupling.blocks.errors import DerivativeError, StepError
 from tl_coupling.blocks.evaluation import PullBack, chunk_that_fits, reverse_mode, vjp
-from tl_coupling.blocks.forward_passes import ForwardPass
+from tl_coupling.blocks.forward_passes import ForwardPass, on_one_stream
 from tl_coupling.blocks.frozen import FrozenFunction
 from tl_coupling.blocks.function import BlockFunction, Evaluated, Path, RowFunction, Way
 from tl_coupling.blocks.hooks import (

@@ -91,10 +91,9 @@ class ForwardPass:
                 )
             run()
         _check_order(forward_pass.calls, list(blocks))
-        _check_shapes(forward_pass.calls, n_pos)
-        forward_pass.calls[:] = map(_flatten_streams, forward_pass.calls)
-        _check_finite(forward_pass.calls, model)
-        _check_unchanged_between(forward_pass.calls, len(blocks))
+        forward_pass.calls[:] = on_one_stream(
+            forward_pass.calls, model, len(blocks), n_pos
+        )
         return forward_pass
 
     def _enter(
@@ -176,6 +175,25 @@ def _rotary_modules_outside(
     }
 
 
+def on_one_stream(
+    calls: Sequence[RecordedCall],
+    model: nn.Module,
+    n_blocks: int,
+    n_pos: int | None = None,
+) -> list[RecordedCall]:
+    """Return calls of a model's blocks, in their order, with streams `[n_pos d_model]`.
+
+    Raises:
+        ValueError: one of them does not add to the residual stream that the one before
+            gave, of one input; entries that are not finite.
+    """
+    _check_shapes(calls, n_pos)
+    flat_calls = list(map(_flatten_streams, calls))
+    _check_finite(flat_calls, model)
+    _check_unchanged_between(flat_calls, n_blocks)
+    return flat_calls
+
+
 def _flatten_streams(recorded: RecordedCall) -> RecordedCall:
     """Return a call with its streams as `[n_pos d_model]`, both where the block lives.
 
@@ -199,7 +217,7 @@ def _check_order(calls: list[RecordedCall], blocks: list[nn.Module]) -> None:
     )
 
 
-def _check_shapes(calls: list[RecordedCall], n_pos: int | None) -> None:
+def _check_shapes(calls: Sequence[RecordedCall], n_pos: int | None) -> None:
     first = calls[0].X
     n_rows = n_pos or first.numel() // max(1, first.shape[-1])
     for layer, (call, X, Y, _) in enumerate(calls):
@@ -207,6 +225,12 @@ def _check_shapes(calls: list[RecordedCall], n_pos: int | None) -> None:
         if call.holds(X) and X.shape == Y.shape and has_all_rows:
             continue
         shapes = f"block {layer} takes {list(X.shape)} and gives {list(Y.shape)}"
+        if n_pos is None and X.shape != Y.shape and X.ndim < 4:
+            raise ValueError(
+                "wanted blocks that add to the residual stream that they take, "
+                f"{shapes}: leave it out, a {type(call.module).__name__} of these sizes "
+                "is no residual block"
+            )
         if n_pos is None:
             raise ValueError(
                 "wanted one residual stream [1 n_pos d_model]; run it on one input, "

@@ -15,6 +15,7 @@ from transformers import (
 
 from tl_coupling.arguments import Count, Positive, checked, warn_caller
 from tl_coupling.measures import mean_name, null_name
+from tl_coupling.results import DifferentPrompts
 from tl_coupling.training.measuring import CouplingOfStep, measure
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class CouplingCallback(TrainerCallback):
         steps: measured steps.
 
     Raises:
-        ValueError: no prompts; texts without a tokenizer; blocks that are not found.
+        ValueError: no prompts, or one twice; texts without a tokenizer; blocks that are
+            not found.
 
     Example:
         >>> Layer = torch.nn.TransformerEncoderLayer
@@ -81,6 +83,11 @@ class CouplingCallback(TrainerCallback):
         )
         if not self.prompts:
             raise ValueError("`prompts` is empty: wanted at least one")
+        different = DifferentPrompts("prompts")
+        for prompt in self.prompts:
+            is_text = isinstance(prompt, str)
+            facts = {"prompt": prompt} if is_text else {"tokens": list(prompt)}
+            different.add(facts, str(prompt))
         self.every = every
         self.ks = sorted({k} if isinstance(k, int) else set(k))
         self.tokenizer = tokenizer
@@ -116,6 +123,8 @@ class CouplingCallback(TrainerCallback):
         start = time.perf_counter()
         measured: list[CouplingOfStep] = []
         losses: list[float] = []
+        # Two texts may be one prompt to the model.
+        different = DifferentPrompts("prompts")
         for prompt in self.prompts:
             ids = self._ids(prompt, device)
             outputs: list[Any] = []
@@ -124,6 +133,7 @@ class CouplingCallback(TrainerCallback):
                 outputs.append(inner(ids))
 
             measured.append(measure(blocks, run, self.ks[-1]))
+            different.add_traced(measured[-1].trace, str(prompt))
             losses.append(_loss(outputs[0], ids))
         self._datasets[step] = self._dataset_of_step(measured, losses)
         taken = time.perf_counter() - start

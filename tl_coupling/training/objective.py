@@ -15,8 +15,11 @@ from tl_coupling.arguments import Count, checked
 from tl_coupling.blocks import (
     BlockCall,
     BlockFunction,
+    RecordedCall,
     StepError,
     autocast_off_within,
+    hidden_states,
+    on_one_stream,
 )
 from tl_coupling.jacobians import Function
 from tl_coupling.spectra import check_matrices, fitting_k
@@ -65,9 +68,11 @@ def coupling(
         chunk_size: rows of a Jacobian that are computed at a time; all by default.
 
     Raises:
-        ValueError: fewer than two blocks, a k or position out of range, a run that does
-            not call each block once, on one input, or a block that normalises the
-            stream by something else than a module that is called on it.
+        ValueError: fewer than two blocks, a k or position out of range, a position
+            twice, a run that does not call each block once, on one input, a module among
+            the blocks that is no residual block, a stream that is not finite, or a block
+            that normalises the stream by something else than a module that is called on
+            it.
         StepError: a block that adds something else when it is called again.
         TypeError: a model in 16 bits.
 
@@ -121,8 +126,9 @@ def jacobians(
         function: as in `block_jacobian`.
 
     Raises:
-        ValueError: no blocks, a position out of range, or a run that does not call each
-            block once, on one input; "branches" as in `block_jacobian`.
+        ValueError: no blocks, a position out of range or twice, a run that does not call
+            each block once, on one input, a module among them that is no residual block,
+            a stream that is not finite; "branches" as in `block_jacobian`.
         StepError: a block that adds something else when it is called again.
 
     Cost: as `coupling`.
@@ -148,9 +154,14 @@ def jacobians(
             with torch.no_grad():
                 functions = [block.branches() for block in functions]
         n_pos = len(functions[0].X)
+        tokens = [_index(position, n_pos) for position in positions]
+        if len(set(tokens)) < len(tokens):
+            raise ValueError(
+                f"`positions` must name each token once, got {list(positions)}: one that "
+                "is there twice would count as two"
+            )
         of_positions = []
-        for position in positions:
-            t = _index(position, n_pos)
+        for t in tokens:
             of_blocks = [_jacobian(block, t, chunk_size) for block in functions]
             of_positions.append(torch.stack(of_blocks))
         return torch.stack(of_positions)
@@ -183,8 +194,8 @@ def _recorded(
     blocks: Sequence[nn.Module], run: Callable[[], object]
 ) -> list[BlockFunction]:
     """Return what each block adds to the stream that entered it, which keeps its graph."""
-    functions: list[BlockFunction] = []
     entered: list[tuple[BlockCall, Tensor]] = []
+    left: list[tuple[RecordedCall, Tensor]] = []
 
     def note_input(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -202,12 +213,14 @@ def _recorded(
                 "(`use_cache=False`), prefix included"
             )
         # A block may add to the stream in place.
-        entered.append((call, call.rows(residual.clone())))
+        entered.append((call, residual.clone()))
 
     def note_output(_module: nn.Module, _args: object, output: object) -> None:
-        call, X = entered[-1]
-        step = call.rows(output).detach() - X.detach()
-        functions.append(BlockFunction(len(functions), call, X, step))
+        call, residual = entered.pop()
+        Y = hidden_states(output).detach().clone()
+        # Its dtypes say when a call is made again, which these never are.
+        recorded = RecordedCall(call, residual.detach(), Y, frozenset())
+        left.append((recorded, residual))
 
     with autocast_off_within(blocks), ExitStack() as hooks:
         for block in blocks:
@@ -216,13 +229,21 @@ def _recorded(
             )
             hooks.enter_context(block.register_forward_hook(note_output))
         run()
-    called = [function.call.module for function in functions]
+    called = [recorded.call.module for recorded, _ in left]
     if called != list(blocks):
         raise ValueError(
             f"`run` must call each of the {len(blocks)} blocks once, in their order, got "
             f"{len(called)} calls"
         )
-    return functions
+    calls = on_one_stream(
+        [recorded for recorded, _ in left], nn.ModuleList(blocks), len(blocks)
+    )
+    return [
+        BlockFunction(layer, call, call.rows(residual), step=Y - X)
+        for layer, ((call, X, Y, _), (_, residual)) in enumerate(
+            zip(calls, left, strict=True)
+        )
+    ]
 
 
 def _jacobian(
@@ -253,7 +274,8 @@ def _check_step(block: BlockFunction, t: int, y: Float[Tensor, " d_model"]) -> N
     largest = (
         _SHARE_OF_STEP * step.norm() + _SHARE_OF_STREAM * block.X[t].detach().norm()
     )
-    if (y - step).norm() > largest:
+    # Written so that NaN is no step either.
+    if not (y - step).norm() <= largest:
         raise StepError(
             f"block {block.layer}, called again, adds something else at token {t} than "
             "when `run` called it: it draws random numbers in eval mode, or keeps a "
