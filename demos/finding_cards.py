@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import ladder
 import tl_coupling as tlc
-from tl_coupling.plots import labels
+from tl_coupling.plots import color_scale, labels
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 
 RESULTS = Path(__file__).parent / "studies" / "results"
@@ -43,13 +43,15 @@ def depth() -> Figure:
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.98))
     axes = figure.subplots(1, 2)
     axes[0].set_ylabel("layer")
-    for ax, untrained in zip(axes, (False, True), strict=True):
-        model = tlc.load_model("smollm2-135m", untrained=untrained)
-        result = tlc.depth_coupling(tlc.trace(model, PROMPT), k=K)
+    results = {}
+    for name in ("trained", "untrained"):
+        model = tlc.load_model("smollm2-135m", untrained=name == "untrained")
+        results[name] = tlc.depth_coupling(tlc.trace(model, PROMPT), k=K)
+    low, high = color_scale(list(results.values()), K)
+    for ax, (name, result) in zip(axes, results.items(), strict=True):
         coupling = result.coupling(K).clone()
         coupling.fill_diagonal_(float("nan"))
-        image = ax.imshow(coupling, vmin=0, vmax=0.5, cmap="viridis")
-        name = "untrained" if untrained else "trained"
+        image = ax.imshow(coupling.numpy(), vmin=low, vmax=high, cmap="viridis")
         ax.set_title(f"{name}: {result.mean():.3f}", fontsize=9)
         ax.set(xticks=[0, 10, 20, 29], yticks=[0, 10, 20, 29])
     figure.colorbar(

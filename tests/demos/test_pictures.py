@@ -9,9 +9,11 @@ import numpy as np
 import pandas
 import pytest
 import scipy.stats
+import torch
 import xarray
 
 import capacity_report
+import finding_cards
 import gap_report
 import ladder
 import pictures
@@ -306,3 +308,38 @@ def test_every_text_is_counted_for_each_model() -> None:
     for ax in pictures.paths().axes[:2]:
         counts = [sum(bar.get_height() for bar in bars) for bars in ax.containers]
         assert counts == [40, 40]
+
+
+def test_the_card_of_depth_clips_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a twin's noise is dark beside the strongest pair."""
+    n_layers = 30
+    layers = tuple(range(n_layers))
+    results = []
+    generator = torch.Generator().manual_seed(0)
+    sizes = n_layers, n_layers, finding_cards.K, finding_cards.K
+    for diagonal in (20.0, 0.0):
+        A = torch.randn(sizes, generator=generator)
+        results.append(
+            tlc.CouplingMap(
+                matrices=A + diagonal * torch.eye(finding_cards.K),
+                singular_values=torch.full((n_layers, finding_cards.K), 50.0),
+                frobenius_norms=torch.full((n_layers,), 500.0),
+                d_model=64,
+                row_layers=layers,
+                col_layers=layers,
+                row_positions=(9,) * n_layers,
+                col_positions=(9,) * n_layers,
+                kind="depth",
+                orientation="ujv",
+                provenance={},
+            )
+        )
+    given = iter(results)
+    for name in ("load_model", "trace"):
+        monkeypatch.setattr(tlc, name, lambda *_, **__: None)
+    monkeypatch.setattr(tlc, "depth_coupling", lambda *_, **__: next(given))
+    images = [image for ax in finding_cards.depth().axes for image in ax.images]
+    drawn = [image.get_array().filled(np.nan) for image in images]
+    assert np.nanmax(drawn[0]) > 0.6
+    for image in images:
+        assert image.get_clim() == pytest.approx((0, np.nanmax(drawn)))

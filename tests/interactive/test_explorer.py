@@ -2,17 +2,21 @@
 
 import base64
 import dataclasses
+import io
 import json
 import math
 import re
+import struct
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
+import PIL.Image
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import browser
 import tl_coupling as tlc
@@ -68,27 +72,90 @@ def naive_coupling(A: Tensor) -> float:
     return 1 - math.sqrt((total - diagonal) / total)
 
 
+def held_matrices(run: dict[str, Any], n_rows: int, n_cols: int, m: int) -> np.ndarray:
+    """The matrices of a page: of each number the upper two bytes of its four."""
+    codes = base64.b64decode(run["matrices"])
+    lower_half = b"\0\0"
+    entries = [
+        struct.unpack("<f", lower_half + codes[i : i + 2])[0]
+        for i in range(0, len(codes), 2)
+    ]
+    return np.array(entries).reshape(n_rows, n_cols, m, m)
+
+
+def relative_errors(held: np.ndarray, result: tlc.CouplingMap, k: int) -> np.ndarray:
+    """Of every pair's A at k: in Frobenius norm, and in its largest entry."""
+    expected = result.matrices[..., :k, :k].cpu().double().numpy()
+    difference = held[..., :k, :k] - expected
+    in_norm = np.linalg.norm(difference, axis=(2, 3)) / np.linalg.norm(
+        expected, axis=(2, 3)
+    )
+    largest = np.abs(expected).max((2, 3))
+    in_largest = np.abs(np.abs(held[..., :k, :k]).max((2, 3)) - largest) / largest
+    return np.stack([in_norm, in_largest])
+
+
+def assert_held_exactly(result: tlc.CouplingMap, m: int) -> None:
+    (run,) = Held(show_coupling(result, matrix_k=m)).numbers["runs"]
+    held = held_matrices(run, *result.matrices.shape[:2], m)
+    for k in range(1, m + 1):
+        errors = relative_errors(held, result, k)
+        assert np.median(errors, axis=(1, 2)).max() < 0.01
+        assert errors.max() < 0.02
+
+
 def test_a_page_holds_every_value_and_matrix() -> None:
     result = depth_map(0, 2.0)
     held = Held(show_coupling(result, matrix_k=3)).numbers
     (run,) = held["runs"]
     codes = np.frombuffer(base64.b64decode(run["values"]), "<u2")
-    levels = np.frombuffer(base64.b64decode(run["matrices"]), np.int8)
     codes = codes.reshape(K, N_LAYERS, N_LAYERS)
-    levels = levels.reshape(N_LAYERS, N_LAYERS, 3, 3)
+    matrices = held_matrices(run, N_LAYERS, N_LAYERS, 3)
     for row in range(N_LAYERS):
         for column in range(N_LAYERS):
             A = result.matrices[row, column]
             for k in range(1, K + 1):
                 expected = naive_coupling(A[:k, :k])
                 assert abs(codes[k - 1, row, column] / 65534 - expected) < 1e-5
-            shown = levels[row, column] / 127
-            assert np.abs(shown - (A[:3, :3] / 9).numpy()).max() < 1 / 200
+            error = np.abs(matrices[row, column] - A[:3, :3].numpy())
+            assert (error <= A[:3, :3].abs().numpy() / 200).all()
     # 1 − √(1 − 1/k), in any space.
     nulls = np.array(run["nulls"])
     expected_nulls = [1 - math.sqrt(1 - 1 / k) for k in range(1, K + 1)]
     assert np.abs(nulls - np.array(expected_nulls)[:, None]).max() < 1e-5
     assert run["sigma"][0] == [9.0, 8.0, 7.0]
+
+
+def test_weak_pairs_are_held_as_exactly_as_strong_ones() -> None:
+    """Pairs of 1e-6 to 10 σ₁, and in each an entry that is far above the others."""
+    result = depth_map(0, 1.0)
+    sizes = torch.logspace(-5, 2, N_LAYERS**2, dtype=torch.float64)
+    matrices = result.matrices * sizes.view(N_LAYERS, N_LAYERS, 1, 1)
+    matrices[..., -1, -1] *= 1000
+    for each in (matrices, matrices.float()):
+        assert_held_exactly(dataclasses.replace(result, matrices=each), K)
+
+
+def test_matrices_of_a_model_are_held_exactly(tiny_trace: tlc.Trace) -> None:
+    assert_held_exactly(tlc.depth_coupling(tiny_trace, k=8), 8)
+    positions = tuple(range(len(tiny_trace.str_tokens)))
+    tokens = tlc.self_coupling(tiny_trace, 0, 1, positions=positions, k=4)
+    assert_held_exactly(tokens, 4)
+
+
+@pytest.mark.long("measures SmolLM2")
+def test_matrices_of_a_trained_model_are_held_exactly(smollm2: nn.Module) -> None:
+    trace = tlc.trace(smollm2, "What is the capital of France? The capital is")
+    assert_held_exactly(tlc.depth_coupling(trace, k=16), 16)
+
+
+def test_a_pair_that_is_0_is_held_as_0() -> None:
+    matrices = depth_map(0, 1.0).matrices.clone()
+    matrices[1, 2] = 0
+    result = dataclasses.replace(depth_map(0, 1.0), matrices=matrices)
+    with pytest.warns(UserWarning, match="undefined"):
+        (run,) = Held(show_coupling(result)).numbers["runs"]
+    assert not held_matrices(run, N_LAYERS, N_LAYERS, K)[1, 2].any()
 
 
 def test_an_undefined_value_is_no_number() -> None:
@@ -164,13 +231,14 @@ def centre_of(driver: Any, row: int, column: int) -> tuple[float, float]:
     )
 
 
-def picture(driver: Any) -> str:
-    """The map as it is drawn."""
+def png(driver: Any, part: str) -> str:
+    """A canvas as it is drawn, in base64."""
     return str(
         driver.execute_script(
-            "return document.querySelector('[data-part=map]').toDataURL()"
+            "return document.querySelector(`[data-part=${arguments[0]}]`).toDataURL()",
+            part,
         )
-    )
+    ).partition(",")[2]
 
 
 @pytest.mark.long("shows a page in a browser")
@@ -199,12 +267,7 @@ def test_the_map_in_a_browser(chromium: Any, tmp_path: Path, width: int) -> None
     times = naive_coupling(trained.matrices[2, 1, :4, :4]) / chance
     assert f"{times:.1f} times the null ({chance:.3f})" in said
     # Click.
-    chromium.execute_script(
-        "const map = document.querySelector('[data-part=map]');"
-        "map.dispatchEvent(new MouseEvent('click', {clientX: arguments[0], "
-        "clientY: arguments[1], bubbles: true}))",
-        *centre_of(chromium, 3, 0),
-    )
+    choose_pair(chromium, 3, 0)
     assert "J₁ of layer 3, vectors of layer 0" in text_of(chromium, "pair")
     assert "9.00, 8.00, 7.00, 6.00" in text_of(chromium, "about")
     # Keyboard.
@@ -223,17 +286,131 @@ def test_the_map_in_a_browser(chromium: Any, tmp_path: Path, width: int) -> None
     assert text_of(chromium, "k") == "k = 5"
     assert expected(trained, 1, 2, 5) in text_of(chromium, "said")
     # Switch.
-    before = picture(chromium)
+    before = png(chromium, "map")
     untrained_button, difference_button = chromium.find_elements(
         "css selector", "[data-run]"
     )[1:]
     untrained_button.click()
     assert expected(untrained, 1, 2, 5) in text_of(chromium, "said")
-    assert picture(chromium) != before
+    assert png(chromium, "map") != before
     difference_button.click()
     said = text_of(chromium, "said")
     a, b = (naive_coupling(run.matrices[1, 2, :5, :5]) for run in (trained, untrained))
     assert f"trained − untrained = {a - b:.3f}" in said
+    assert browser.complaints(chromium) == []
+
+
+def drawn_shares(driver: Any, part: str, n_rows: int, n_cols: int, cmap: str) -> Any:
+    """What the colours of a canvas say: shares of the scale from its first colour (0) to
+    its last (1).
+    """
+    picture = PIL.Image.open(io.BytesIO(base64.b64decode(png(driver, part))))
+    width, height = picture.size
+    centres = [
+        (int((column + 0.5) * width / n_cols), int((row + 0.5) * height / n_rows))
+        for row in range(n_rows)
+        for column in range(n_cols)
+    ]
+    pixels = np.array([picture.getpixel(centre)[:3] for centre in centres])
+    shares = np.linspace(0, 1, 2001)
+    scale = matplotlib.colormaps[cmap].resampled(2001)(shares)[:, :3] * 255
+    nearest = np.abs(pixels[:, None] - scale).sum(-1).argmin(1)
+    return shares[nearest].reshape(n_rows, n_cols)
+
+
+def choose_pair(driver: Any, row: int, column: int) -> None:
+    driver.execute_script(
+        "const map = document.querySelector('[data-part=map]');"
+        "map.dispatchEvent(new MouseEvent('click', {clientX: arguments[0], "
+        "clientY: arguments[1], bubbles: true}))",
+        *centre_of(driver, row, column),
+    )
+
+
+def choose_k(driver: Any, k: int) -> None:
+    driver.execute_script(
+        "const slider = document.querySelector('[data-part=slider]');"
+        "slider.value = arguments[0]; slider.dispatchEvent(new Event('input'))",
+        k,
+    )
+
+
+def largest_entry(results: dict[str, tlc.CouplingMap], *pair: int, k: int) -> float:
+    return max(
+        float(run.matrices[pair][:k, :k].abs().max()) for run in results.values()
+    )
+
+
+@pytest.mark.long("shows a page in a browser")
+@pytest.mark.parametrize("n_runs", [1, 2, 6])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_colours_say_every_matrix_on_one_scale_for_all_runs(
+    chromium: Any, tmp_path: Path, n_runs: int, width: int
+) -> None:
+    trained = depth_map(0, 3.0)
+    weak = depth_map(1, 0.0)
+    # Of another σ₁, as an untrained model is.
+    untrained = dataclasses.replace(
+        weak,
+        matrices=weak.matrices / 5,
+        singular_values=weak.singular_values / 20,
+    )
+    steps = {f"step {i}": depth_map(i, 0.5 * i) for i in range(n_runs)}
+    results = {"trained": trained, "untrained": untrained} if n_runs == 2 else steps
+    page = tmp_path / "map.html"
+    page.write_text(PAGE + str(show_coupling(results, k=4)), encoding="utf-8")
+    browser.open_page(chromium, page, width)
+    browser.wait(chromium, "return document.querySelector('[data-drawn]') !== null")
+    for i, (name, result) in enumerate(results.items()):
+        if n_runs == 2:
+            chromium.find_elements("css selector", "[data-run]")[i].click()
+        elif n_runs > 2:
+            chromium.execute_script(
+                "const runs = document.querySelector('[data-part=runs]');"
+                "runs.value = arguments[0]; runs.dispatchEvent(new Event('input'))",
+                i,
+            )
+        for row, column, k in ((2, 1, 4), (0, 3, 4), (3, 3, 6), (1, 0, 1)):
+            choose_k(chromium, k)
+            choose_pair(chromium, row, column)
+            largest = largest_entry(results, row, column, k=k)
+            about = text_of(chromium, "about")
+            assert n_runs == 1 or name in about
+            (said,) = re.findall(r"full at ([\d.e+-]*\d)", about)
+            assert float(said) == pytest.approx(largest, rel=0.005)
+            colours = drawn_shares(chromium, "matrix", k, k, "RdBu_r")
+            drawn = (2 * colours - 1) * float(said)
+            expected = result.matrices[row, column, :k, :k].numpy()
+            assert np.abs(drawn - expected).max() < 0.02 * largest
+        values = np.array(
+            [
+                [naive_coupling(A[:4, :4]) for A in matrices]
+                for matrices in result.matrices
+            ]
+        )
+        choose_k(chromium, 4)
+        others = ~np.eye(N_LAYERS, dtype=bool)
+        # The chosen pair has a frame.
+        others[1, 0] = False
+        drawn_map = drawn_shares(chromium, "map", N_LAYERS, N_LAYERS, "viridis")
+        top = float(text_of(chromium, "high"))
+        assert np.abs(drawn_map * top - values)[others].max() < 0.02 * top
+    assert browser.complaints(chromium) == []
+
+
+@pytest.mark.long("shows a page in a browser")
+def test_a_pair_that_is_0_in_every_run_is_white(chromium: Any, tmp_path: Path) -> None:
+    matrices = depth_map(0, 1.0).matrices.clone()
+    matrices[1, 2] = 0
+    result = dataclasses.replace(depth_map(0, 1.0), matrices=matrices)
+    page = tmp_path / "map.html"
+    with pytest.warns(UserWarning, match="undefined"):
+        page.write_text(PAGE + str(show_coupling(result)), encoding="utf-8")
+    browser.open_page(chromium, page, 900)
+    browser.wait(chromium, "return document.querySelector('[data-drawn]') !== null")
+    choose_pair(chromium, 1, 2)
+    drawn = drawn_shares(chromium, "matrix", K, K, "RdBu_r")
+    assert np.abs(drawn - 0.5).max() < 0.001
     assert browser.complaints(chromium) == []
 
 
@@ -255,7 +432,7 @@ def test_steps_play(chromium: Any, tmp_path: Path) -> None:
 
 
 def test_a_page_of_a_model_of_30_layers_is_small() -> None:
-    """Two runs, 30 layers, k = 50: less than 4 MB, script and style included."""
+    """Two runs, 30 layers, k = 50: 1.5 MB, script and style included."""
     generator = torch.Generator().manual_seed(0)
     order = tuple(range(30))
     large = tlc.CouplingMap(
@@ -272,5 +449,5 @@ def test_a_page_of_a_model_of_30_layers_is_small() -> None:
         provenance={},
     )
     page = str(show_coupling({"trained": large, "untrained": large}))
-    assert len(page.encode()) < 1.5e6
+    assert len(page.encode()) < 1.6e6
     assert explorer_script()[:50] not in page

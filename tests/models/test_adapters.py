@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import tiny
 import tl_coupling as tlc
@@ -30,6 +31,8 @@ def adapted(tmp_path: Path) -> Path:
 @pytest.fixture
 def peft(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Pretend that peft is installed, or is not."""
+    # transformers asks once in each process: it shall know of what is really there.
+    transformers.utils.is_peft_available()
     find_spec = importlib.util.find_spec
 
     def pretend(is_installed: bool) -> None:

@@ -153,19 +153,50 @@ def test_layers_that_predict_later_tokens_are_left_out(llama: Path) -> None:
     )
 
 
-def test_weights_of_another_shape(llama: Path) -> None:
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_weights_of_another_shape(memory: str, llama: Path) -> None:
     def narrower(state: State) -> State:
         return {
             key: tensor[:-1] if "input_layernorm" in key else tensor
             for key, tensor in state.items()
         }
 
-    message = refused(rewritten(llama, narrower))
+    message = refused(rewritten(llama, narrower), memory=memory)
     assert (
         "holds 2 weights of another shape than its configuration says: model.layers.0.input_layern"
         in message
     )
     assert f"weight is [{tiny.D_MODEL - 1}], wanted [{tiny.D_MODEL}]" in message
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda state: (
+                state
+                | {
+                    key.replace("experts.0", "experts.4"): tensor
+                    for key, tensor in state.items()
+                    if "experts.0" in key
+                }
+            ),
+            "holds 4 weights of another shape than its configuration says: model.layers.0",
+        ),
+        (
+            without("experts.0.w1"),
+            "lacks tensors of which model.layers.0.mlp.experts.gate_up_proj, model.layer",
+        ),
+    ],
+    ids=["one more", "part of one missing"],
+)
+def test_experts_that_are_merged(
+    change: Callable[[State], State], message: str, memory: str, tmp_path: Path
+) -> None:
+    tiny.huggingface_model("mixtral").save_pretrained(tmp_path)
+    tiny.save_tokenizer(tmp_path)
+    assert message in refused(rewritten(tmp_path, change), memory=memory)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -153,13 +153,16 @@ def test_an_adapter_that_is_not_merged_is_measured_as_its_merged_copy() -> None:
     assert not torch.allclose(adapted, bare, atol=1e-3)
 
 
-def test_an_adapter_that_would_be_lost_is_refused() -> None:
-    """TransformerLens splits queries, keys and values, and takes the base weights."""
+def test_an_adapter_of_another_make_on_a_fused_projection_is_measured() -> None:
+    """TransformerLens splits queries, keys and values, and would lose it."""
     model = tiny.huggingface_model("phi3")
     attention = model.model.layers[1].self_attn
     attention.qkv_proj = LowRank(attention.qkv_proj)
-    with pytest.raises(tlc.ModelError, match="has an adapter, and would lose it"):
-        tlc.trace(model, IDS)
+    trace = tlc.trace(model, IDS)
+    assert trace.provenance["backend"] == "huggingface"
+    attention.qkv_proj = attention.qkv_proj.merged()
+    merged = coupling(tlc.trace(model, IDS))
+    torch.testing.assert_close(coupling(trace), merged, atol=1e-5, rtol=1e-4)
 
 
 # A fused projection, which TransformerLens splits, is among those of all but Llama.

@@ -82,6 +82,27 @@ def test_a_folder_of_bert_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
     assert tlc.trace(model, [1, 2, 3]).str_tokens == ("1", "2", "3")
 
 
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("untrained", [False, True])
+def test_a_folder_with_code_and_no_tokenizer_takes_ids(
+    untrained: bool, memory: str, tmp_path: Path
+) -> None:
+    if untrained and memory == "stream":
+        pytest.skip("an untrained model has no files")
+    tiny.huggingface_model("llama").save_pretrained(folder := tmp_path / "model")
+    model_folders.bring_own_code(folder, tmp_path / "executed")
+    with pytest.raises(tlc.ModelError, match="comes with Python code of its own"):
+        tlc.load_model(str(folder), memory=memory, untrained=untrained)
+    assert not (tmp_path / "executed").exists()
+    model = tlc.load_model(
+        str(folder), memory=memory, untrained=untrained, trust_remote_code=True
+    )
+    assert model.tokenizer is None
+    assert tlc.trace(model, tiny.TOKENS).n_pos == len(tiny.TOKENS)
+    with pytest.raises(ValueError, match="has no tokenizer: give the prompt as token"):
+        tlc.trace(model, "w7")
+
+
 def test_a_damaged_tokenizer_is_no_missing_one(tmp_path: Path) -> None:
     tiny.huggingface_model("llama").save_pretrained(tmp_path)
     tiny.save_tokenizer(tmp_path)
@@ -170,7 +191,7 @@ def test_what_a_tokenizer_returns_of_padding_or_pairs_is_refused(
     pair = {"input_ids": [[0, 7, 8]], "token_type_ids": [[0, 0, 1]]}
     for batch, message in (
         (padded, "`prompt` must be unpadded: its attention mask leaves tokens out"),
-        (pair, "`prompt` must be one segment"),
+        (pair, "'token_type_ids' is no argument of LlamaForCausalLM; leave it out"),
         (tokenizer(["w7", "w8"]), "of one prompt; got shape"),
         (tokenizer(["w7", "w8 w9"]), "must be one prompt, got several"),
         ({"pixel_values": torch.ones(1, 3, 4, 4)}, "must hold 'input_ids'"),

@@ -21,12 +21,14 @@ from tl_coupling.arguments import defaults_of_model, measuring
 from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import (
     Change,
+    OwnModel,
     dequantising,
     facts_of,
     filled,
     has_packed_parts,
     holds_stored_weights,
     is_packed,
+    left_as_found,
     looked_up,
     looks_up,
 )
@@ -34,6 +36,8 @@ from tl_coupling.models import (
 # What the measuring thread has entered and not yet left: device, dtype, and the modules'
 # ids.
 _entered: list[tuple[object, ...]] = []
+# Nobody's own.
+_SEED = 0x7C_0FFEE
 # How HuggingFace's mixtures compute their experts; the public property beside it also
 # sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
@@ -125,6 +129,10 @@ def exact_arithmetic(
             # Fused kernels have no forward mode, and each rounds in its own way.
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             stack.enter_context(_not_compiled())
+            stack.enter_context(left_as_found(modules))
+            if modules:
+                # A block that draws at random shall draw others than in the trace.
+                torch.default_generator.manual_seed(_SEED)
             stack.callback(_forget_graphs, modules)
             if dtype is not None:
                 stack.enter_context(attributes_set(_computing_in(modules, dtype)))
@@ -151,6 +159,7 @@ def own_arithmetic(
     weight = next(module.parameters(), torch.empty(0))
     facts = facts_of(module)
     with exact_arithmetic(weight.device), ExitStack() as stack:
+        stack.enter_context(model_left_as_found(module))
         # Within its own arithmetic a model has its weights already.
         lacks_weights = not facts.is_filled_when_called and (
             facts.is_streamed or has_packed_parts(module)
@@ -171,6 +180,27 @@ def own_arithmetic(
         stack.enter_context(attributes_set(experts))
         stack.enter_context(defaults_of_model(weight.device, weight.dtype))
         yield
+
+
+@contextmanager
+def model_left_as_found(model: nn.Module) -> Iterator[None]:
+    """Give a model its attributes, buffers and hooks back at the end of this context."""
+    # A bridge does not list every part of the model that it wraps.
+    original = getattr(model, "original_model", None)
+    parts = [model] if original is None else [model, original]
+    if isinstance(model, OwnModel):
+        parts = [model.original_model]
+    state = ("found", *map(id, parts))
+    # Entering again would look through all modules for what is done already.
+    if state in _entered:
+        yield
+        return
+    with left_as_found(parts):
+        _entered.append(state)
+        try:
+            yield
+        finally:
+            _entered.remove(state)
 
 
 @contextmanager
@@ -317,8 +347,11 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
         if is_packed(part):
             yield from dequantising(part, dtype)
         # `parameters()` and `buffers()` would search all parts of each part again.
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is None or not tensor.is_floating_point():
+                continue
+            if tensor.is_inference():
+                yield part, name, _outside_of_inference_mode(tensor, dtype)
                 continue
             # Not of a weight that is computed from others.
             if tensor.requires_grad and tensor.is_leaf:
@@ -331,6 +364,14 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
             yield cfg, "dtype", dtype
     for module in modules:
         yield from _eager_experts(module, dtype)
+
+
+def _outside_of_inference_mode(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of a tensor that was made in inference mode, which autograd takes."""
+    copied = tensor.clone().to(dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=False)
+    return copied
 
 
 def _eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:

@@ -5,6 +5,7 @@ evaluation on one row.
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +15,14 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.arithmetic import map_tensors
+from tl_coupling.blocks.arithmetic import attributes_set, map_tensors
 from tl_coupling.blocks.contexts import (
     BlockError,
     Context,
     KeysAndValues,
     ReadOnlyCache,
 )
+from tl_coupling.models import Change
 
 # The layouts of a residual stream of one sequence, as einops writes them: "1" is the axis
 # of sequences, "n" that of positions, "d" that of the width. The second has positions
@@ -91,7 +93,8 @@ class BlockCall:
     the cache.
 
     `layout` is that of the residual stream in the call, which is `[n_pos d_model]`
-    everywhere else.
+    everywhere else. `state` makes its modules be called as they were: in the same mode,
+    with hooks that were there for the time of the forward pass alone.
 
     Example:
         >>> call = trace.blocks[0].call
@@ -106,6 +109,7 @@ class BlockCall:
     position_dim: int  # Of keys and values.
     layout: str = "1 n d"
     dropped_cache: str | None = None  # The argument that held keys and values.
+    state: tuple[Change, ...] = ()
 
     @classmethod
     def captured(
@@ -147,6 +151,10 @@ class BlockCall:
             dropped_cache=dropped_cache,
         )
         return call, residual
+
+    def as_recorded(self) -> AbstractContextManager[None]:
+        """Return the context in which the block is called as it was."""
+        return attributes_set(self.state) if self.state else nullcontext()
 
     def masked_rows(self) -> set[int]:
         """Return the rows from which the attention mask hides every key.

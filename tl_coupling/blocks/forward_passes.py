@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tl_coupling.blocks.arithmetic import exact_arithmetic, map_tensors
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
 from tl_coupling.interrupts import hear_interrupts
+from tl_coupling.models import CallState
 
 
 class _MadeOutside(NamedTuple):
@@ -48,7 +49,7 @@ class _MadeOutside(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class ForwardPass:
     """Every call of a block in one forward pass, in order; `entered` are those that
-    have not returned.
+    have not returned, `states` how their modules were called.
 
     `made` holds what modules outside the blocks produced (rotary embeddings), by the
     tensor's id. `rounded` names the arguments that were cast as they are.
@@ -56,6 +57,7 @@ class ForwardPass:
 
     calls: list[RecordedCall] = field(default_factory=list)
     entered: list[tuple[BlockCall, Tensor]] = field(default_factory=list)
+    states: list[CallState] = field(default_factory=list)
     made: dict[int, _MadeOutside] = field(default_factory=dict)
     rounded: set[str] = field(default_factory=set)
 
@@ -90,6 +92,7 @@ class ForwardPass:
                     module.register_forward_hook(forward_pass._make, with_kwargs=True)
                 )
             run()
+        forward_pass._keep_states()
         _check_order(forward_pass.calls, list(blocks))
         forward_pass.calls[:] = on_one_stream(
             forward_pass.calls, model, len(blocks), n_pos
@@ -101,8 +104,19 @@ class ForwardPass:
     ) -> None:
         hear_interrupts()
         call, X = BlockCall.captured(module, args, kwargs)
+        self.states.append(CallState(module))
         # A block may add to the stream in place.
         self.entered.append((call, X.detach().clone()))
+
+    def _keep_states(self) -> None:
+        """Give each call the state of its modules, where it is another by now."""
+        for layer, (recorded, state) in enumerate(
+            zip(self.calls, self.states, strict=False)
+        ):
+            changes = state.changes()
+            if changes:
+                call = replace(recorded.call, state=changes)
+                self.calls[layer] = recorded._replace(call=call)
 
     def _leave(self, module: nn.Module, _: tuple[Any, ...], output: object) -> None:
         call, X = self.entered.pop()

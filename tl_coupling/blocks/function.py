@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_coupling.blocks.applied import Applied
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.components import (
     Components,
@@ -36,7 +37,8 @@ from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.blocks.gate import CheckedBlock
 from tl_coupling.blocks.linearisation import Linearisation
-from tl_coupling.blocks.stream_norms import stream_norms
+from tl_coupling.blocks.skip_path import n_directions_cut
+from tl_coupling.models import left_as_found
 
 Path = Literal[
     "token_local_linearised",
@@ -49,6 +51,16 @@ Path = Literal[
 ]
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 Result = TypeVar("Result")
+# Of a stream that passes a block by a product with a matrix: a projection to less than
+# this share of all directions is not told from a block without a skip connection.
+_SMALLEST_SHARE = 0.25
+# Up to which difference a share is one.
+_SAME_SHARE = 1e-3
+_SAFE = (
+    'compare with `without="identity"`, and change what blocks read or write '
+    "(`Subspace.hooks`, or hooks at `hook_attn_out`, `hook_mlp_out`, `ln1`, `ln2`) "
+    "instead of the stream itself"
+)
 # `f(X)[t2]`, and what was evaluated beside it.
 Evaluated = tuple[Float[Tensor, " d_model"], Result]
 # Its name, and what evaluates it.
@@ -82,9 +94,13 @@ class BlockFunction(CheckedBlock):
     def __call__(
         self, X: Float[Tensor, "n_pos d_model"]
     ) -> Float[Tensor, "n_pos d_model"]:
-        """Return `f(X)`, on the full sequence."""
-        with self.evaluation():
-            return self.added(X)
+        """Return `f(X)`, on the full sequence.
+
+        It is differentiable in X once, by reverse and by forward mode: `torch.func`,
+        `torch.autograd` and `backward` see the block, whose weights are constants.
+        """
+        value: Tensor = Applied.apply(X, self)
+        return value
 
     def branches(self) -> "BlockFunction":
         """Return what the block's residual branches add to the stream.
@@ -101,12 +117,65 @@ class BlockFunction(CheckedBlock):
         Cost: none after `refer_to`, else one forward pass of the block, once; a few more
         if it normalises.
         """
-        return self._branches if self.remark_on_norms() else self
+        if self.remark_on_norms():
+            return self._branches
+        if not self._passes_whole:
+            self._check_skip_path()
+        return self
+
+    @property
+    def _passes_whole(self) -> bool:
+        """Whether all of the stream that enters is in what leaves, as far as is known."""
+        # With the model's final norm, f holds −I as the paper's code has it.
+        if self.norm is not None or self.stream_norms is not None:
+            return True
+        far_out = self._look_far_out()
+        return far_out is None or far_out.passes_whole
+
+    def _check_skip_path(self) -> None:
+        """Remark on a block that scales the stream, or multiplies it by a matrix.
+
+        Raises:
+            ValueError: nothing of the stream passes the block.
+        """
+        shares = self.passed_shares
+        far_out = self._look_far_out()
+        if not bool(shares.any()):
+            # A product with a matrix may be a projection: most of the stream passes.
+            share = 0.0 if far_out is None else far_out.share
+            if not share >= _SMALLEST_SHARE:
+                raise ValueError(
+                    f"layer {self.layer}: nothing of the stream that enters the block is "
+                    "in what leaves it: it is no X + f(X), and block(X) − X, which holds "
+                    "−I, has no coupling; give blocks with their skip connection, or "
+                    "take the Jacobian of block(X) − X from `block_jacobian`"
+                    f"{self._active_hooks()}"
+                )
+            self._remark_on_cut(f"{share:.2g} of the stream passes the block")
+            return
+        is_other = (shares - 1).abs() > _SAME_SHARE
+        if bool(is_other.any()):
+            share = float(shares[is_other].mean())
+            self._remark_on_cut(f"the block multiplies the stream by {share:.2g}")
+
+    def _remark_on_cut(self, cut: str) -> None:
+        self.remarks.add(
+            "skip path",
+            f"layer {self.layer}: {cut}, so block(X) − X holds a part of −I, which "
+            f"couples with itself; {_SAFE}",
+        )
+
+    def _remark_on_directions_cut(self, J: Float[Tensor, "d_model d_model"]) -> None:
+        """Remark on directions of the stream that do not pass the block."""
+        n_cut = n_directions_cut(J)
+        if n_cut:
+            self._remark_on_cut(
+                f"{n_cut} of {len(J)} directions of the stream do not pass the block"
+            )
 
     @cached_property
     def _branches(self) -> "BlockFunction":
-        with self.evaluation():
-            norms = stream_norms(self.call, self.X)
+        norms = self.norms_of_stream
         if not norms.calls:
             raise ValueError(
                 f"layer {self.layer}: the block normalises the stream itself, not by "
@@ -166,9 +235,12 @@ class BlockFunction(CheckedBlock):
                 zeros = [reference.u.new_zeros(d_model, d_model) for _ in t1s]
                 return zeros, "full_sequence"
             ways = self.ways(t1s, t2, chunk_size)
-            return self.cheapest(
+            jacobians, path = self.cheapest(
                 ways, t1s, t2, lambda matrices: [reference.u @ J for J in matrices]
             )
+        if t2 in t1s and not self._passes_whole:
+            self._remark_on_directions_cut(jacobians[t1s.index(t2)])
+        return jacobians, path
 
     def cheapest(
         self,
@@ -199,7 +271,9 @@ class BlockFunction(CheckedBlock):
         with self.evaluation():
             for path, evaluate in ways:
                 try:
-                    y, result = evaluate()
+                    # What a way does to tables of positions, the next one shall not see.
+                    with left_as_found([self.call.module]):
+                        y, result = evaluate()
                     uJ = products(result)
                 except BlockError:
                     continue

@@ -32,9 +32,10 @@ from tl_coupling.blocks.errors import DerivativeError, StepError
 from tl_coupling.blocks.evaluation import PullBack, vjp, vjp_with_aux
 from tl_coupling.blocks.hooks import backward_hooks_of_user, hooks_of_user
 from tl_coupling.blocks.rows import EvaluatedBlock, mlp_on_rows
+from tl_coupling.blocks.skip_path import FarOut, far_stream, passed_shares
 from tl_coupling.blocks.slopes import converges
 from tl_coupling.blocks.stairs import Stairs
-from tl_coupling.blocks.stream_norms import FAR, normalises, stays_small
+from tl_coupling.blocks.stream_norms import StreamNorms, normalises, stream_norms
 
 TOLERANCE = 1e-4
 # Relative to the norm of the residual stream, or of all rows of a reference: f is a
@@ -109,14 +110,14 @@ class CheckedBlock(EvaluatedBlock):
 
     Attributes:
         references: by output position.
-        seems_to_normalise: whether the block's output stays small where the stream is
-            moved far out; None until a reference was made.
+        far_out: what the block makes of a stream that is moved far out; None until
+            that is known.
     """
 
     references: dict[int, Reference] = field(
         default_factory=dict, init=False, repr=False
     )
-    seems_to_normalise: bool | None = field(default=None, init=False, repr=False)
+    far_out: FarOut | None = field(default=None, init=False, repr=False)
 
     def reference(self, output_position: int) -> Reference:
         """Return the reference of one position, which is kept.
@@ -213,23 +214,63 @@ class CheckedBlock(EvaluatedBlock):
         if self.norm is not None or self.stream_norms is not None:
             return False
         # Seen in passing; a block that seems to is looked at by itself.
-        if self.seems_to_normalise is False:
+        far_out = self._look_far_out()
+        if far_out is None or not far_out.stays_small:
             return False
+        with self.evaluation():
+            try:
+                if not normalises(self.call, self.X):
+                    return False
+                # A block without a skip connection may stay as small (tanh).
+                return bool(self.passed_shares.any())
+            except Exception as error:
+                # A foreign block may raise anything, which the gate says.
+                if is_out_of_memory(error):
+                    raise
+        return False
+
+    @cached_property
+    def norms_of_stream(self) -> StreamNorms:
+        """The norms that the stream passes through, of a block that stays small."""
+        with self.evaluation():
+            return stream_norms(self.call, self.X)
+
+    @cached_property
+    def passed_shares(self) -> Float[Tensor, " n_pos"]:
+        """How much of each row of the stream is in what leaves the block, 1 where it
+        passes whole; by additions, multiples and norms of the stream.
+        """
+        far_out = self._look_far_out()
+        is_small = far_out is not None and far_out.stays_small
+        norms = self.norms_of_stream if is_small else None
+        with self.evaluation():
+            return passed_shares(self.call, self.X, norms)
+
+    def _look_far_out(self) -> FarOut | None:
+        """Return what the block makes of a stream far out; None where it fails.
+
+        Cost: one forward pass, unless a reference was made.
+        """
+        if self.far_out is not None:
+            return self.far_out
         # Where the MLP treats each row by itself, one row of it will do: it is most of
         # the work.
         one_row_mlp = partial(mlp_on_rows, self.call.module, [0], len(self.X))
         contexts: list[Callable[[], AbstractContextManager[None]]]
         contexts = [one_row_mlp, nullcontext]
+        far = far_stream(self.X)
         with self.evaluation():
             for context in contexts:
                 try:
                     with context():
-                        return normalises(self.call, self.X)
+                        self.far_out = FarOut.of(self.call(far), far)
                 except Exception as error:
                     # A foreign block may raise anything, which the gate says.
                     if is_out_of_memory(error):
                         raise
-        return False
+                else:
+                    return self.far_out
+        return None
 
     def agrees(
         self, y: Tensor, products: Iterable[Tensor], t1: Sequence[int], t2: int
@@ -359,7 +400,7 @@ class CheckedBlock(EvaluatedBlock):
 
         It does to the last bit but one.
         """
-        with own_arithmetic(recorded.call.module):
+        with own_arithmetic(recorded.call.module), recorded.call.as_recorded():
             try:
                 Y = recorded.call(recorded.X)
             except Exception as error:
@@ -518,11 +559,11 @@ class CheckedBlock(EvaluatedBlock):
         """Return f of each of several streams, by one call of the block if it can.
 
         The first call also moves the stream far out, to see whether the block
-        normalises it.
+        normalises it, and whether it passes whole.
         """
         streams_and_far = streams
-        if self.seems_to_normalise is None:
-            far = FAR * self.X
+        if self.far_out is None:
+            far = far_stream(self.X)
             streams_and_far = torch.cat([streams, far[None]])
         try:
             outputs = self.added_to_each(streams_and_far)
@@ -531,9 +572,8 @@ class CheckedBlock(EvaluatedBlock):
             if is_out_of_memory(error):
                 raise
             return self._one_by_one(streams)
-        if self.seems_to_normalise is None:
-            far_output = outputs[-1] + far
-            self.seems_to_normalise = stays_small(far_output, self.X)
+        if self.far_out is None:
+            self.far_out = FarOut.of(outputs[-1] + far, far)
         return outputs[: len(streams)]
 
     def _one_by_one(

@@ -2,19 +2,29 @@
 modules in the place of hook points.
 """
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
-from tl_coupling.models import weights_digest
+from tl_coupling.models import (
+    backward_hooks_on,
+    hooks_on,
+    is_of_user,
+    module_digest,
+)
 
-# Hooks of these packages are how a model computes, and no intervention of the user's.
-_PACKAGES_OF_MODELS = ("transformer_lens", "transformers", "accelerate", "torch")
+# Where a module keeps the hooks on its forward pass.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WRAPPED = "_original_component"
-# Of a checksum, in words.
+# How `OwnModel` calls the model that it holds.
+_OWN = "original_model."
+# Of a checksum, in words; and where there is none.
 _DIGITS = 16
+_UNKNOWN = "(weights not known)"
 
 
 def hooks_of_user(model: nn.Module) -> list[str]:
@@ -29,6 +39,27 @@ def hooks_of_user(model: nn.Module) -> list[str]:
 def backward_hooks_of_user(model: nn.Module) -> list[str]:
     """Return the names of those with a hook on gradients."""
     return _named(model, _has_backward_hook)
+
+
+@contextmanager
+def without_hooks_of_user(model: nn.Module) -> Iterator[None]:
+    """Run a model without the hooks that `hooks_of_user` lists, in this context."""
+    originals: list[tuple[nn.Module, dict[str, Any]]] = []
+    for part in filter(_has_hook, model.modules()):
+        kept = {name: vars(part)[name] for name in _HOOKS}
+        originals.append((part, kept))
+        of_user = {handle.hook.id for handle in _lens_hooks(part, "fwd_hooks")}
+        for name, hooks in kept.items():
+            vars(part)[name] = OrderedDict(
+                (key, hook)
+                for key, hook in hooks.items()
+                if key not in of_user and not is_of_user(hook)
+            )
+    try:
+        yield
+    finally:
+        for part, kept in originals:
+            vars(part).update(kept)
 
 
 def names_of_hook_points(model: nn.Module) -> dict[int, str]:
@@ -59,22 +90,24 @@ def _attribute_at(part: nn.Module, path: str) -> object:
 
 
 def path_of_user(path: str) -> str:
-    """Return the path of a module as a user writes it, without a bridge's wrappers."""
-    return ".".join(part for part in path.split(".") if part != _WRAPPED)
+    """Return the path of a module as a user writes it, without wrappers."""
+    parts = path.removeprefix(_OWN).split(".")
+    return ".".join(part for part in parts if part != _WRAPPED)
 
 
 def spliced_modules(model: nn.Module) -> dict[str, str]:
     """Return the modules that stand where hook points would (an SAE of SAELens), by the
-    name of the place: their class, and a checksum of their weights.
+    name of the place: their class, and a checksum of their weights, or that these are not
+    known.
     """
     spliced: dict[str, str] = {}
     for path, module in model.named_modules():
         # Hook points are named so in both classes of TransformerLens.
         is_place = path.rpartition(".")[2].startswith("hook_")
         if is_place and not _is_hook_point(module):
-            digest = weights_digest(module) or ""
-            name = f"{type(module).__name__} {digest[:_DIGITS]}"
-            spliced[path_of_user(path)] = name.strip()
+            digest = module_digest(module)
+            known = _UNKNOWN if digest is None else digest[:_DIGITS]
+            spliced[path_of_user(path)] = f"{type(module).__name__} {known}"
     return spliced
 
 
@@ -100,17 +133,26 @@ def _name_of_hook_point(module: Any) -> str | None:
 
 
 def _has_hook(module: nn.Module) -> bool:
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    has_forward_hook = getattr(module, "fwd_hooks", None) or any(map(_is_users, hooks))
-    return bool(has_forward_hook) or _has_backward_hook(module)
+    has_forward_hook = bool(_lens_hooks(module, "fwd_hooks"))
+    return (
+        has_forward_hook
+        or any(map(is_of_user, hooks_on(module)))
+        or _has_backward_hook(module)
+    )
 
 
 def _has_backward_hook(module: nn.Module) -> bool:
-    hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
-    return bool(getattr(module, "bwd_hooks", None)) or any(map(_is_users, hooks))
+    has_hook = bool(_lens_hooks(module, "bwd_hooks"))
+    return has_hook or any(map(is_of_user, backward_hooks_on(module)))
 
 
-def _is_users(hook: Callable[..., object]) -> bool:
-    function = getattr(hook, "func", hook)  # Of a `functools.partial`.
-    package = str(getattr(function, "__module__", "")).split(".")[0]
-    return package not in _PACKAGES_OF_MODELS
+def _lens_hooks(module: nn.Module, direction: str) -> list[Any]:
+    """Return the handles of the user's hooks on a hook point."""
+    handles: list[Any] = getattr(module, direction, None) or []
+    # Some components of a bridge have hooks of TransformerLens' own (OPT's MLP).
+    return [
+        handle
+        for handle in handles
+        if not getattr(handle, "is_permanent", False)
+        or is_of_user(getattr(handle, "user_hook", None))
+    ]

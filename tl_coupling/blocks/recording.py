@@ -20,11 +20,12 @@ class _BlocksDone(Exception):
 
 
 def recorded_pass(
-    model: Any, model_input: ModelInput, dtype: torch.dtype
+    model: Any, model_input: ModelInput, dtype: torch.dtype, *, to_end: bool = False
 ) -> ForwardPass:
     """Run the model on its input, up to its unembedding, and return what its blocks did.
 
-    A streamed model runs in `dtype`, and without its blocks.
+    It is run to the end where that is asked for. A streamed model runs in `dtype`, and
+    without its blocks.
     """
 
     def until_unembedding() -> None:
@@ -33,7 +34,7 @@ def recorded_pass(
 
     with own_arithmetic(model, dtype), tails.runnable(model), ExitStack() as hooks:
         unembedding = getattr(model, "unembed", None)
-        if isinstance(unembedding, nn.Module):
+        if isinstance(unembedding, nn.Module) and not to_end:
             # Before its weights are read.
             stop = unembedding.register_forward_pre_hook(_stop, prepend=True)
             hooks.enter_context(stop)
@@ -51,7 +52,7 @@ def _run(model: Any, model_input: ModelInput) -> None:
     options = model_input.options_of_call(model)
     try:
         model(batch, return_type=None, **options)
-    except (RuntimeError, AttributeError) as error:
+    except (RuntimeError, AttributeError, IndexError) as error:
         if is_out_of_memory(error):
             raise
         message = " ".join(str(error).split())[:300]

@@ -2,11 +2,18 @@
 same in every call.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tl_coupling.models import describe_kind, is_huggingface
+from tl_coupling.models import (
+    OwnModel,
+    describe_kind,
+    in_eval_mode,
+    is_huggingface,
+)
 
 
 def check_one_stream(model: nn.Module) -> None:
@@ -26,7 +33,9 @@ def check_one_stream(model: nn.Module) -> None:
     kind = describe_kind(model)
     if kind:
         raise ValueError(f"is {kind}")
-    check_computes_the_same(model)
+    # It is called in eval mode.
+    with in_eval_mode(model) if isinstance(model, OwnModel) else nullcontext():
+        check_computes_the_same(model)
 
 
 def check_computes_the_same(model: nn.Module) -> None:

@@ -47,15 +47,19 @@ class EvaluatedBlock:
         default=None, init=False, repr=False
     )
 
-    def evaluation(self) -> AbstractContextManager[None]:
-        """Return the context in which the block is evaluated and differentiated.
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Evaluate and differentiate the block in this context.
 
-        Its arithmetic is exact, and weights are in X's dtype.
+        Its arithmetic is exact, weights are in X's dtype, and it is called as it was
+        when it was traced.
         """
         modules = [self.call.module]
         if self.norm is not None:
             modules.append(self.norm)
-        return exact_arithmetic(self.X.device, modules, self.X.dtype)
+        arithmetic = exact_arithmetic(self.X.device, modules, self.X.dtype)
+        with arithmetic, self.call.as_recorded():
+            yield
 
     def added(
         self, X: Float[Tensor, "n_pos d_model"]

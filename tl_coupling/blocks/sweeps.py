@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.blocks.agreement import check_adds_the_same
+from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.remarks import Remarks
@@ -29,9 +31,14 @@ class Sweep(Sequence[BlockFunction]):
         dtype: torch.dtype,
         remarks: Remarks,
         norm: nn.Module | None,
+        own_pass: ForwardPass | None = None,
     ) -> None:
-        n_layers = len(forward_pass.calls)
-        self._calls = [forward_pass.call(layer, dtype) for layer in range(n_layers)]
+        layers = range(len(forward_pass.calls))
+        self._calls = [forward_pass.call(layer, dtype) for layer in layers]
+        # Those of the model that a bridge was made of.
+        self._own_calls: list[BlockCall] = []
+        if own_pass is not None:
+            self._own_calls = [own_pass.call(layer, dtype) for layer in layers]
         self._stream = [forward_pass.calls[0].X.to(dtype)]
         self._functions: list[BlockFunction] = []
         self._remarks = remarks
@@ -80,6 +87,8 @@ class Sweep(Sequence[BlockFunction]):
                 return
             Y = block.call(X)
             _check_finite(Y, block)
+            if self._own_calls:
+                check_adds_the_same(block.call, self._own_calls[layer], X, Y, layer)
             normed = Y if norm is None else norm(Y[None]).reshape(Y.shape)
             # What the block before keeps for further Jacobians is made again if it is
             # needed: a copy of the function keeps nothing.

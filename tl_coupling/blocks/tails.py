@@ -7,7 +7,7 @@ and has no effect, which is checked once for each model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from tl_coupling.blocks.calls import as_block_output, hidden_states
 from tl_coupling.models import (
     BlockOutputs,
     ModelInput,
+    OwnModel,
     facts_of,
     is_bridge,
     missing_head,
@@ -90,7 +91,7 @@ def final_norm(model: nn.Module, model_input: ModelInput) -> nn.Module:
                 "`final_norm=True` needs a norm after the last block, and this model "
                 "has none: leave it off"
             )
-        if states and not _close(norm(X), states[-1], X.dtype):
+        if states and not is_close(norm(X), states[-1], X.dtype):
             raise ValueError(
                 "`final_norm=True` needs the norm between the last block and "
                 "HuggingFace's `hidden_states[-1]`, which `ln_final` of this model is "
@@ -104,8 +105,10 @@ def runnable(model: nn.Module) -> AbstractContextManager[None]:
     """Run a model in this context without a final norm that the bridge has and
     HuggingFace has not (OPT with post-norm), which would fail.
     """
-    norm: Any = getattr(model, "ln_final", None)
     forwards: dict[nn.Module, Callable[..., Tensor]] = {}
+    if isinstance(model, OwnModel):
+        return nullcontext()
+    norm: Any = getattr(model, "ln_final", None)
     if is_bridge(model) and norm is not None:
         original = getattr(norm, "original_component", norm)
         if original is None:
@@ -135,7 +138,7 @@ def _checked_outputs(model: nn.Module, model_input: ModelInput) -> BlockOutputs:
     # In reverse, because rows must not depend on where they are.
     reversed_logits = _tail(model, model_input, X[0].flip(0), outputs)
     computed = reversed_logits.flip(0)[: len(expected)]
-    if not _close(computed, expected, X.dtype):
+    if not is_close(computed, expected, X.dtype):
         error = float((computed - expected).norm() / expected.norm())
         raise ValueError(
             "this model's logits do not follow, token by token, from what leaves its "
@@ -221,7 +224,7 @@ def _identity(x: Tensor, *_: object, **__: object) -> Tensor:
     return x
 
 
-def _close(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+def is_close(computed: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """Say whether the relative difference is within 1e-4, or twice the precision of
     `dtype`, if that is coarser.
     """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import FloatDtype, Text, checked
 from tl_coupling.blocks import tails
+from tl_coupling.blocks.agreement import measured_pass
 from tl_coupling.blocks.arithmetic import (
     autocast_off_within,
     exact_arithmetic,
@@ -23,19 +24,18 @@ from tl_coupling.blocks.arithmetic import (
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.hooks import hooks_of_user, spliced_modules
-from tl_coupling.blocks.recording import recorded_pass
 from tl_coupling.blocks.remarks import Remarks
 from tl_coupling.blocks.requirements import check_computes_the_same, check_one_stream
 from tl_coupling.blocks.sweeps import Sweep
 from tl_coupling.blocks.trace import StreamedTrace, Trace
 from tl_coupling.models import (
     ModelInput,
-    bridge_around,
     describe_model,
     describe_modules,
     facts_of,
     is_huggingface,
     missing_head,
+    model_around,
     model_input,
 )
 from tl_coupling.prompts import Prompt
@@ -121,7 +121,7 @@ def trace(
         True
     """
     if is_huggingface(model):
-        model = bridge_around(model, tokenizer)
+        model = model_around(model, tokenizer)
         check_one_stream(model)
     elif tokenizer is not None:
         raise ValueError(
@@ -135,16 +135,26 @@ def trace(
     dtype = _precision(dtype, next(model.parameters()).dtype)
     # Looked for before the pass, so that a model without one is refused at once.
     norm = tails.final_norm(model, traced_input) if final_norm else None
-    forward_pass = recorded_pass(model, traced_input, dtype)
+    measured = measured_pass(model, traced_input, dtype)
+    if final_norm and measured.model is not model:
+        norm = tails.final_norm(measured.model, traced_input)
 
     def names(n_pos: int) -> tuple[str, ...]:
-        return traced_input.str_tokens(model, n_pos)
+        return traced_input.str_tokens(measured.model, n_pos)
 
     def describe(entering: Tensor) -> dict[str, object]:
-        return describe_model(model, entering)
+        return describe_model(measured.model, entering)
 
     recording = _Recording(
-        model, forward_pass, dtype, names, describe, norm, traced_input
+        measured.model,
+        measured.forward_pass,
+        dtype,
+        names,
+        describe,
+        norm,
+        traced_input,
+        measured.remark,
+        measured.own_pass,
     )
     return recording.trace()
 
@@ -254,6 +264,8 @@ class _Recording:
         describe: from the stream that enters the blocks, the model's provenance.
         norm: the final norm, where it is part of the last block.
         input: what the model ran on; None where that is not known.
+        remark: on which model was measured; None where there is nothing to say.
+        own_pass: of the model that a streamed bridge was made of.
     """
 
     model: nn.Module
@@ -263,12 +275,16 @@ class _Recording:
     describe: Callable[[Tensor], dict[str, object]]
     norm: nn.Module | None = None
     input: ModelInput | None = None
+    remark: str | None = None
+    own_pass: ForwardPass | None = None
 
     def trace(self) -> Trace:
         """Make the trace: block functions in `dtype`, the last one with the norm."""
         remarks = self._first_remarks()
         if facts_of(self.model).is_streamed:
-            sweep = Sweep(self.forward_pass, self.dtype, remarks, self.norm)
+            sweep = Sweep(
+                self.forward_pass, self.dtype, remarks, self.norm, self.own_pass
+            )
             # Later streams are known only once the blocks have run.
             entering = sweep.embedded[None]
             str_tokens = self.names(entering.shape[1])
@@ -309,6 +325,8 @@ class _Recording:
         if self.input is not None:
             for text in self.input.remarks:
                 remarks.add(text, text)
+        if self.remark is not None:
+            remarks.add("model", self.remark)
         lacking = missing_head(self.model)
         if lacking:
             remarks.add(

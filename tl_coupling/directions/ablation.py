@@ -22,6 +22,7 @@ from tl_coupling.directions.effects import (
     kl,
     log_probabilities,
     losses,
+    measured_model,
     rows_at_once,
     tokens_by_id,
 )
@@ -210,6 +211,7 @@ def ablate(
     tokens_of_prompts = tokens_by_id(
         model, as_prompts(prompts), prepend_bos, first_position
     )
+    model = measured_model(model, tokens_of_prompts.values())
     side = side or subspace.default_side
     if not subspace.span.shape[-1]:
         # μ stays that of the subspace, so that its hooks do the same.

@@ -1,6 +1,6 @@
 """What an intervention does to a model's predictions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tl_coupling.arguments import checked
-from tl_coupling.blocks import own_arithmetic
+from tl_coupling.blocks import own_arithmetic, trace
 from tl_coupling.directions.interventions import Hook
 from tl_coupling.models import tokenize
 from tl_coupling.prompts import Prompt
@@ -152,6 +152,19 @@ def tokens_by_id(
         different.add({"tokens": tokens.tolist()}, prompt.id)
         tokens_of_prompts[prompt.id] = tokens
     return tokens_of_prompts
+
+
+def measured_model(model: nn.Module, prompts: Iterable[Tensor]) -> nn.Module:
+    """Return the model that `trace` measures on these prompts.
+
+    It is this one, unless it is a bridge that computes something else than the
+    HuggingFace model that it was made of.
+    """
+    for tokens in prompts:
+        measured = trace(model, tokens).model
+        if measured is not model:
+            return measured
+    return model
 
 
 def rows_at_once(n_pos: int, d_vocab: int) -> int:

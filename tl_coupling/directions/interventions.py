@@ -19,7 +19,7 @@ from tl_coupling.arguments import (
 from tl_coupling.blocks import Trace, spliced_modules
 from tl_coupling.directions.projections import Projection
 from tl_coupling.jacobians import Connection, block_directions
-from tl_coupling.models import weights_digest
+from tl_coupling.models import facts_of, weights_digest
 from tl_coupling.results import Saved, tidy_table
 
 if TYPE_CHECKING:
@@ -279,8 +279,10 @@ def check_belongs(provenance: dict[str, Any], model: nn.Module) -> None:
     # The digest is not known of streamed models, nor of results of earlier versions.
     if expected is None:
         return
-    found = weights_digest(model)
-    if found is not None and found != expected:
+    made_of = facts_of(model).made_of
+    models = [model] if made_of is None else [model, made_of.own_model]
+    digests = [weights_digest(candidate) for candidate in models]
+    if None not in digests and expected not in digests:
         raise ValueError(
             f"these directions belong to {provenance.get('model')!r}, and this model has "
             "other weights: find them again in the model that you change"

@@ -24,6 +24,7 @@ from tl_coupling.directions.effects import (
     kl,
     log_probabilities,
     losses,
+    measured_model,
     rows_at_once,
     tokens_by_id,
 )
@@ -175,6 +176,7 @@ def rotate(
     check_takes_hooks(model)
     tokens = tokens_by_id(model, as_prompts(prompts), prepend_bos, first_position)
     # Of the first prompt: it names the model, and knows its layers.
+    model = measured_model(model, tokens.values())
     traced = trace(model, next(iter(tokens.values())))
     chosen = chosen_layers(traced, layers)
     check_layers_differ(chosen)

@@ -220,7 +220,7 @@ def steer(
     generator = seeded(seed)
     vectors, kinds = _add_controls(directions, places, n_draws, generator)
     steered = [
-        _steered(model, place, vectors, directions, scales)
+        _steered(place, vectors, directions, scales)
         for place in with_progress(places, progress, "steering")
     ]
     provenance = directions.provenance
@@ -358,7 +358,6 @@ class _Steered(NamedTuple):
 
 
 def _steered(
-    model: nn.Module,
     place: _Place,
     vectors: Float[Tensor, "n d"],
     directions: Directions,
@@ -373,7 +372,7 @@ def _steered(
         "s,nd->nsd", torch.tensor(steps).to(h), vectors.to(h)
     )
     onward = Onward(place.trace, directions.layer + place.first, place.position)
-    whole = _Whole(model, place, directions.hook_point)
+    whole = _Whole(place.trace.model, place, directions.hook_point)
     # One step is made in both ways, by hooks in the whole model and in its rest.
     if onward.agrees(moved[0, -1], whole.log_probabilities(vectors[:1], steps[-1])[0]):
         log_p_before = onward.log_probabilities(h[None])[0]

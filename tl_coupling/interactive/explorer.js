@@ -3,6 +3,8 @@ const bytes = text => Uint8Array.from(atob(text), character => character.charCod
 // Shares of 1 in 16 bits; the largest stands for "undefined".
 const UNDEFINED = 65535;
 const share = code => code === UNDEFINED ? NaN : code / (UNDEFINED - 1);
+// Entries of matrices are the upper halves of numbers of 32 bits.
+const entries = codes => new Float32Array(Uint32Array.from(codes, code => code << 16).buffer);
 const digits = value => Number.isNaN(value) ? "undefined" : value.toFixed(3);
 const mix = (colors, at) => colors[Math.round(Math.min(1, Math.max(0, at)) * (colors.length - 1))];
 
@@ -11,7 +13,7 @@ function explore(root) {
   const part = name => root.querySelector(`[data-part="${name}"]`);
   const nRows = map.rows.length, nCols = map.cols.length, m = map.matrix_k;
   const runs = map.runs.map(run => ({
-    ...run, codes: new Uint16Array(bytes(run.values).buffer), A: new Int8Array(bytes(run.matrices).buffer)}));
+    ...run, codes: new Uint16Array(bytes(run.values).buffer), A: entries(new Uint16Array(bytes(run.matrices).buffer))}));
   const state = {run: 0, k: map.first_k, row: map.pair[0], col: map.pair[1]};
 
   const valueOf = (run, k, row, col) => share(run.codes[((k - 1) * nRows + row) * nCols + col]);
@@ -29,6 +31,14 @@ function explore(root) {
       const v = valueOf(run, state.k, row, col);
       if (!isOwn(row, col) && v > most) most = v;
     }
+    return most;
+  }
+
+  const entry = (run, a, b) => run.A[((state.row * nCols + state.col) * m + a) * m + b];
+  // One scale for the chosen pair's matrices of all runs: a twin's noise must not look like structure.
+  function largestEntry(n) {
+    let most = 0;
+    for (const run of runs) for (let a = 0; a < n; a++) for (let b = 0; b < n; b++) most = Math.max(most, Math.abs(entry(run, a, b)));
     return most;
   }
 
@@ -75,15 +85,13 @@ function explore(root) {
 
   function drawPair() {
     const run = runs[isDifference() ? 0 : state.run], n = Math.min(state.k, m);
-    const start = (state.row * nCols + state.col) * m * m;
-    let most = 1;
-    for (let a = 0; a < n; a++) for (let b = 0; b < n; b++) most = Math.max(most, Math.abs(run.A[start + a * m + b]));
-    paint(part("matrix"), n, n, (a, b) => mix(map.diverging, (run.A[start + a * m + b] / most + 1) / 2));
+    const most = largestEntry(n);
+    paint(part("matrix"), n, n, (a, b) => mix(map.diverging, (entry(run, a, b) / (most || 1) + 1) / 2));
     part("pair").textContent = words(state.row, state.col);
     const sigma = run.sigma[state.row].slice(0, n).map(s => s.toPrecision(3));
     const rows = n < state.k ? `${n} of ${state.k} rows and columns` : `${n} rows and columns`;
     part("about").textContent = `A = UᵀJ₁V${run.name && `, ${run.name}`}, ${rows}: red above 0, blue below, full at `
-      + `${(most / 127).toFixed(2)} σ₁. A diagonal line is coupling. σ of J₁: ${sigma.join(", ")}.`;
+      + `${most.toPrecision(3)}${runs.length > 1 ? " in every run" : ""}. A diagonal line is coupling. σ of J₁: ${sigma.join(", ")}.`;
     const list = part("directions");
     list.replaceChildren();
     const told = new Set();

@@ -2,10 +2,11 @@
 # ruff: noqa: F401
 
 from tl_coupling.models.devices import named_device
+from tl_coupling.models.digests import module_digest, weights_digest
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
-from tl_coupling.models.in_memory import bridge_around, is_huggingface
+from tl_coupling.models.in_memory import is_huggingface, model_around
 from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
 from tl_coupling.models.lens_tools import (
     JacobianLens,
@@ -17,7 +18,6 @@ from tl_coupling.models.lens_tools import (
 )
 from tl_coupling.models.load_request import Backend, Memory
 from tl_coupling.models.loaded import (
-    Change,
     context_length,
     describe_kind,
     describe_model,
@@ -27,12 +27,15 @@ from tl_coupling.models.loaded import (
     is_packed,
     missing_head,
     reads_pixels,
-    weights_digest,
 )
 from tl_coupling.models.loading import empty_model, load_model
+from tl_coupling.models.made_of import MadeOf
 from tl_coupling.models.model_files import changed_file, described_files
+from tl_coupling.models.module_state import CallState, Change, left_as_found
+from tl_coupling.models.own_model import OwnModel, in_eval_mode
 from tl_coupling.models.stored import holds_stored_weights
 from tl_coupling.models.tokenization import tokenize
+from tl_coupling.models.user_changes import backward_hooks_on, hooks_on, is_of_user
 from tl_coupling.models.weights import (
     Quantization,
     dequantising,

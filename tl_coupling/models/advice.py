@@ -35,7 +35,13 @@ _WHAT_TO_DO = {
         "or 'smollm2-135m'"
     ),
 }
-_OTHERWISE = (
+_LACKS_PACKAGE = (
+    "a package is missing that it needs, or is of another version: install what the "
+    "message names"
+)
+_NAMES_NO_MODEL = "Unrecognized model|not a valid model identifier|no file named"
+# Of a name that is none, or of a folder in no such format.
+_WANTED = (
     "wanted a HuggingFace hub name, a local folder in HuggingFace format, or "
     "'smollm2-135m'"
 )
@@ -50,7 +56,7 @@ def advice(error: Exception) -> str:
             return meaning
     if "Could not determine supported architecture" in message:
         return _no_adapter(message)
-    what_to_do = _OTHERWISE
+    what_to_do = _what_failed(error, message)
     for pattern, known_advice in _WHAT_TO_DO.items():
         if re.search(pattern, message):
             what_to_do = known_advice
@@ -58,6 +64,19 @@ def advice(error: Exception) -> str:
     if len(message) > _MOST_QUOTED:
         message = f"{message[:_MOST_QUOTED]}…"
     return f"{what_to_do} ({type(error).__name__}: {message})"
+
+
+def _what_failed(error: Exception, message: str) -> str:
+    """Say what to do about an error of which nothing more is known than its class."""
+    if isinstance(error, ImportError):
+        return _LACKS_PACKAGE
+    if isinstance(error, OSError) or re.search(_NAMES_NO_MODEL, message):
+        return _WANTED
+    return (
+        f"transformers {version('transformers')} or transformer-lens "
+        f"{version('transformer-lens')} fails on its files: see whether transformers "
+        "alone loads them, and whether they are whole"
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 it from here, whole, quantised, left on disk or untrained.
 """
 
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -12,8 +13,11 @@ from tl_coupling.models.adapters import adapter_beside, merge_adapters
 from tl_coupling.models.completeness import load_whole, number_of_weights
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
+from tl_coupling.models.in_memory import copied_modules
 from tl_coupling.models.load_request import LoadRequest
 from tl_coupling.models.loaded import kind_of_config, reads_pixels
+from tl_coupling.models.made_of import MadeOf, paths_of
+from tl_coupling.models.own_model import OwnModel
 from tl_coupling.models.tokenization import lacks_tokenizer, wordless_tokenizer
 from tl_coupling.models.untrained import fresh_model
 from tl_coupling.models.weights import GgufModel, hollow_cuts, hollow_model, quantized
@@ -35,7 +39,9 @@ def load_bridge(request: LoadRequest, source: str, device: torch.device) -> nn.M
     """
     loading = _BridgeLoading(request, source, device)
     bridge = loading.bridge()
-    facts_of(bridge).loaded_as = loading.loaded_as
+    facts = facts_of(bridge)
+    facts.loaded_as = loading.loaded_as
+    facts.made_of = loading.made_of(bridge)
     if request.is_streamed:
         _check_dtype_of_streamed(bridge, request.dtype)
         # What the bridge cut on its way was cut from stand-ins, which hold NaN.
@@ -59,11 +65,27 @@ class _BridgeLoading:
         self._weight_facts: LoadedAs = {}
         # A HuggingFace model that is there already, and its tokenizer.
         self._ready: dict[str, Any] = {}
+        # The HuggingFace model with its own modules, since a bridge rewires those that
+        # it gets, and the paths of these.
+        self._own_modules: nn.Module | None = None
+        self._paths: dict[nn.Module, str] = {}
 
     @property
     def loaded_as(self) -> LoadedAs:
         """The provenance of its weights."""
         return {**self._quantization, **self._weight_facts}
+
+    def made_of(self, bridge: Any) -> MadeOf | None:
+        """Return what the bridge was made of; None where that cannot be copied."""
+        if self._own_modules is None:
+            return None
+        own_model = OwnModel(
+            self._own_modules,
+            bridge.tokenizer,
+            self._request.label or self._request.name,
+            is_copy=True,
+        )
+        return MadeOf.from_bridge(bridge, own_model, self._paths)
 
     def bridge(self) -> nn.Module:
         """Build the bridge."""
@@ -120,7 +142,7 @@ class _BridgeLoading:
             self._weight_facts.update(file.loaded.facts)
             hf_model = _cast_parameters(file.loaded.model, dtype)
         self._ready = {
-            "hf_model": hf_model.to(self._device),
+            "hf_model": self._copied_first(hf_model.to(self._device)),
             "tokenizer": file.tokenizer,
         }
 
@@ -128,6 +150,25 @@ class _BridgeLoading:
         self, source: str, *, config: Any, torch_dtype: torch.dtype, **options: Any
     ) -> nn.Module:
         """Return the HuggingFace model of a configuration, as it was asked for."""
+        return self._copied_first(
+            self._huggingface_model(source, config, torch_dtype, options)
+        )
+
+    def _copied_first(self, model: nn.Module) -> nn.Module:
+        """Return a model, of which a copy that shares its weights is kept."""
+        self._own_modules = None
+        self._paths = paths_of(model)
+        with suppress(ModelError):
+            self._own_modules = copied_modules(model)
+        return model
+
+    def _huggingface_model(
+        self,
+        source: str,
+        config: Any,
+        torch_dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> nn.Module:
         from transformer_lens.model_bridge.sources import transformers
 
         name = self._request.name
@@ -151,6 +192,7 @@ class _BridgeLoading:
             self._weight_facts["adapter"] = adapter
         options["config"] = config
         options["dtype"] = torch_dtype
+        quantized.refuse_format(name, config)
         if self._request.is_streamed:
             quantized.refuse_streaming(name, quantized.how_saved(config))
             hollow = hollow_model(name, auto, source, self._device, **options)

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.models.made_of import MadeOf
 from tl_coupling.models.stored import holds_stored_weights
-
-# The attribute of a module that holds its facts.
-_NAME = "_tl_coupling_facts"
 
 
 class LoadedAs(TypedDict, total=False):
@@ -60,6 +59,8 @@ class ModelFacts:
             block and the last hidden state.
         output_length: how long the tuples are that its blocks return, 0 for a tensor,
             as a run without the blocks has shown.
+        made_of: what a bridge was made of, with which it is compared on each prompt;
+            None where that is not known.
     """
 
     is_streamed: bool
@@ -68,16 +69,19 @@ class ModelFacts:
     block_outputs: BlockOutputs | None = None
     has_final_norm: bool = False
     output_length: int | None = None
+    made_of: MadeOf | None = None
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Become None in a copied or saved model: facts hold for the one they are of."""
-        return type(None), ()
+
+# Beside the models: nothing of a model is another after it was measured.
+_facts: WeakKeyDictionary[nn.Module, ModelFacts] = WeakKeyDictionary()
 
 
 def facts_of(model: nn.Module) -> ModelFacts:
-    """Return what is remembered of a model, or of a part of one."""
-    # Not by `getattr`: a bridge asks the model that it wraps for what it lacks.
-    attributes = vars(model)
-    if attributes.get(_NAME) is None:
-        attributes[_NAME] = ModelFacts(is_streamed=holds_stored_weights(model))
-    return attributes[_NAME]
+    """Return what is remembered of a model, or of a part of one.
+
+    A copy of a model, and one that was saved, has facts of its own.
+    """
+    facts = _facts.get(model)
+    if facts is None:
+        facts = _facts[model] = ModelFacts(is_streamed=holds_stored_weights(model))
+    return facts

@@ -5,9 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tl_coupling.models.completeness import LoadedWeights, load_whole
+from tl_coupling.models.completeness import (
+    LoadedWeights,
+    load_whole,
+    refuse_unplaced,
+)
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import facts_of
+from tl_coupling.models.harmless import is_of_tower
 from tl_coupling.models.load_request import BootOptions, LoadRequest
 from tl_coupling.models.loaded import version
 from tl_coupling.models.refusals import refuse_custom_code
@@ -31,9 +36,9 @@ def load_hooked(request: LoadRequest, source: str, device: torch.device) -> nn.M
     """Return a HookedTransformer with raw weights, and remember how it was loaded.
 
     Raises:
-        ModelError: TransformerLens has none, the checkpoint is not published, or the
-            model comes with code of its own; other errors are those of TransformerLens
-            and HuggingFace.
+        ModelError: TransformerLens has none, or one that takes not all weights; the
+            checkpoint is not published, or the model comes with code of its own; other
+            errors are those of TransformerLens and HuggingFace.
     """
     try:
         from transformer_lens import HookedTransformer
@@ -54,11 +59,46 @@ def load_hooked(request: LoadRequest, source: str, device: torch.device) -> nn.M
         return HookedTransformer.from_pretrained_no_processing(source, **options)
     # Given the model, TransformerLens loads none, which might lack weights.
     weights = _huggingface_weights(request, official, options.get("revision"))
+    taken = _note_parameters(weights.model)
     model = HookedTransformer.from_pretrained_no_processing(
         source, hf_model=weights.model, **options
     )
+    left = [
+        name
+        for name, parameter in weights.model.named_parameters(remove_duplicate=False)
+        # A bias of zeros adds nothing, and a text has no pictures.
+        if id(parameter) not in taken and parameter.any() and not is_of_tower(name)
+    ]
+    refuse_unplaced(
+        repr(request.name), left, "a HookedTransformer", 'use backend="bridge"'
+    )
     facts_of(model).loaded_as = weights.facts
     return model
+
+
+class _NotedParameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module, which note the identity of each that is asked for."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter | None], taken: set[int]
+    ) -> None:
+        super().__init__(parameters)
+        self._taken = taken
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        self._taken.add(id(parameter))
+        return parameter
+
+
+def _note_parameters(model: nn.Module) -> set[int]:
+    """Return a set that fills with the identities of the parameters that are taken from
+    a model by name, as TransformerLens does in `convert_…_weights`.
+    """
+    taken: set[int] = set()
+    for module in model.modules():
+        vars(module)["_parameters"] = _NotedParameters(module._parameters, taken)
+    return taken
 
 
 def _name_branch(options: BootOptions, name: str, official: str) -> None:
@@ -101,8 +141,8 @@ def _huggingface_weights(
         fresh = fresh_model(auto, config, request.dtype, trusted, None)
         return LoadedWeights(fresh, missing_of_head=())
     options: dict[str, Any] = {**where, "config": config, "dtype": request.dtype}
-    if quantized.how_saved(config) == "mxfp4":
-        # The one form of quantised weights that TransformerLens 3 has dequantised.
+    if quantized.how_saved(config) is not None:
+        # TransformerLens 3 would take codes for weights.
         options |= quantized.loading_options(
             request.name, config, None, torch.device("cpu"), request.dtype
         )

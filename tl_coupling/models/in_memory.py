@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tl_coupling.models.adapters import layers_with_adapters, merge_adapters
+from tl_coupling.models.advice import one_line
 from tl_coupling.models.errors import ModelError
-from tl_coupling.models.facts import facts_of
+from tl_coupling.models.facts import LoadedAs, facts_of
+from tl_coupling.models.loaded import is_packed
+from tl_coupling.models.made_of import MadeOf, paths_of
+from tl_coupling.models.own_model import OwnModel
 from tl_coupling.models.tokenization import wordless_tokenizer
+from tl_coupling.models.user_changes import changed_by_user
 
 
 def is_huggingface(model: nn.Module) -> bool:
@@ -22,18 +27,24 @@ def is_huggingface(model: nn.Module) -> bool:
     return isinstance(_without_adapter_wrapper(model), PreTrainedModel)
 
 
-def bridge_around(
+def model_around(
     hf_model: nn.Module, tokenizer: Any = None, label: str | None = None
 ) -> nn.Module:
-    """Return a TransformerBridge that has the weights of a model in memory.
+    """Return what is measured of a HuggingFace model in memory: a TransformerBridge that
+    has its weights, or the model with its own modules.
 
     TransformerLens rewires the modules that it gets. So it gets copies of them, which
     share the model's parameters and buffers: the model stays as it is, weights take no
     memory twice, and a later change of them is one of both.
 
-    Where it splits a fused projection (queries, keys and values of GPT-2, Pythia, …), it
-    would lose an adapter on it without a word. Then the adapters of peft are merged, in
-    copies of the weights that they change; a later change of these is not seen.
+    A bridge calls its own attention in place of the model's, and splits fused
+    projections. So a model with hooks, forwards or modules of the user's own is
+    measured by its own modules, as is one of which TransformerLens makes no bridge; and
+    `trace` compares each bridge with the model.
+
+    Where a bridge would lose an adapter of peft that can be merged, the adapters are
+    merged, in copies of the weights that they change; a later change of these is not
+    seen.
 
     Args:
         hf_model: a model of transformers, or of peft around one.
@@ -41,8 +52,7 @@ def bridge_around(
         label: what results call it; by default the name that it was loaded by.
 
     Raises:
-        ModelError: TransformerLens does not take it, or would lose an adapter that is
-            none of peft; a model of peft that puts learned tokens before the prompt.
+        ModelError: a model of peft that puts learned tokens before the prompt.
     """
     if getattr(
         getattr(hf_model, "active_peft_config", None), "is_prompt_learning", False
@@ -53,19 +63,48 @@ def bridge_around(
             "`tl_coupling.trace_modules`, and run the whole model there"
         )
     inner: Any = _without_adapter_wrapper(hf_model)
-    modules = _copied_modules(inner)
     name = str(label or inner.config._name_or_path or type(inner).__name__)
+    own_model = OwnModel(hf_model, tokenizer, name)
+    model: nn.Module = own_model
+    changed = changed_by_user(hf_model)
+    if changed is not None:
+        own_model.reason = f"it has {changed}, which a TransformerBridge may lose"
+    else:
+        try:
+            bridge, paths = _bridge_around(inner, tokenizer, name)
+        except ModelError as error:
+            own_model.reason = str(error)
+        else:
+            facts_of(bridge).made_of = MadeOf.from_bridge(bridge, own_model, paths)
+            model = bridge
+    loaded_as: LoadedAs = {"model": name, "checkpoint": None, "untrained": False}
+    if inner is not hf_model:
+        loaded_as["adapter"] = type(hf_model).__name__
+    for one_of_both in (model, own_model):
+        facts_of(one_of_both).loaded_as = loaded_as
+    return model.eval()
+
+
+def _bridge_around(
+    inner: nn.Module, tokenizer: Any, name: str
+) -> tuple[nn.Module, dict[nn.Module, str]]:
+    """Return a bridge around copies of modules, and the paths that these had.
+
+    Raises:
+        ModelError: TransformerLens makes none, or would lose an adapter that is none of
+            peft.
+    """
+    modules = copied_modules(inner)
+    paths = paths_of(modules)
     called = _adapters_called(modules, modules)
     bridge = _booted(modules, tokenizer, name)
     if called - _adapters_called(modules, bridge):
-        bridge = _booted(_merged_copy(inner), tokenizer, name)
+        merged = _merged_copy(inner)
+        paths = paths_of(merged)
+        bridge = _booted(merged, tokenizer, name)
     if tokenizer is None:
         bridge.tokenizer = None
-    facts = facts_of(bridge)
-    facts.loaded_as = {"model": name, "checkpoint": None, "untrained": False}
-    if inner is not hf_model:
-        facts.loaded_as["adapter"] = type(hf_model).__name__
-    return bridge.eval()
+    return bridge, paths
 
 
 def _merged_copy(model: nn.Module) -> Any:
@@ -81,23 +120,32 @@ def _merged_copy(model: nn.Module) -> Any:
             "`tl_coupling.trace_modules`"
         )
     changed = [p for layer in layers for p in layer.base_layer.parameters()]
-    merged = _copied_modules(model, changed)
+    merged = copied_modules(model, changed)
     merge_adapters(merged)
     return merged
 
 
-def _copied_modules(model: nn.Module, owned: Collection[Tensor] = ()) -> Any:
+def copied_modules(model: nn.Module, owned: Collection[Tensor] = ()) -> Any:
     """Return copies of the modules that share all tensors but the `owned` ones, in eval
     mode.
     """
     # What is in the memo of `deepcopy` is not copied.
     copied = {id(tensor) for tensor in owned}
-    shared = {
+    shared: dict[int, Any] = {
         id(tensor): tensor
         for tensor in (*model.parameters(), *model.buffers())
         if id(tensor) not in copied
     }
-    copied_model = copy.deepcopy(model, shared).eval()
+    # bitsandbytes moves scales into a layer's state when it first runs.
+    states = (vars(part).get("state") for part in filter(is_packed, model.modules()))
+    shared |= {id(state): state for state in states if state is not None}
+    try:
+        copied_model = copy.deepcopy(model, shared).eval()
+    # Copying runs code of the model's own: it may raise anything.
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied: {one_line(error)}"
+        ) from error
     # After a `Trainer` in 16 bits the model's own call has autocast: this one has not.
     own_forward = vars(copied_model).pop("_original_forward", None)
     if own_forward is not None:
@@ -109,10 +157,13 @@ def _booted(modules: Any, tokenizer: Any, name: str) -> Any:
     """Return a TransformerBridge around modules, which it rewires."""
     from transformer_lens.model_bridge import TransformerBridge
 
-    # As `load_model` has it: the parts of attention can be seen.
-    modules.set_attn_implementation("eager")
     first = next(modules.parameters())
     try:
+        # As `load_model` has it: the parts of attention can be seen.
+        modules.set_attn_implementation("eager")
+        # By that a bridge is chosen, and not every configuration names it.
+        if not modules.config.architectures:
+            modules.config.architectures = [type(modules).__name__]
         with torch.random.fork_rng(devices=[]):
             return TransformerBridge.boot_transformers(
                 name,

@@ -2,11 +2,14 @@
 it, what its tokens are called, and how logits are read.
 """
 
+import hashlib
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from PIL import Image
@@ -43,6 +46,10 @@ class ModelInput(Protocol):
     n_rows_at_once: ClassVar[int]
 
     @property
+    def further(self) -> Mapping[str, Any]:
+        """What else the model is called with on this input, by name."""
+
+    @property
     def batch(self) -> Tensor:
         """What the model takes."""
 
@@ -66,7 +73,7 @@ class ModelInput(Protocol):
     def n_pos(self) -> int | None:
         """How long the residual stream is; None where only the model knows."""
 
-    def options_of_call(self, model: nn.Module, /) -> dict[str, bool]:
+    def options_of_call(self, model: nn.Module, /) -> dict[str, Any]:
         """Return the keyword arguments with which the model is called."""
 
     def str_tokens(self, model: nn.Module, n_pos: int, /) -> tuple[str, ...]:
@@ -101,6 +108,7 @@ class TokenIds:
     batch: Int[Tensor, "n_texts n_pos"]
     provenance: dict[str, object] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> Int[Tensor, " n_pos"]:
@@ -117,10 +125,11 @@ class TokenIds:
         """Number of tokens."""
         return self.batch.shape[1]
 
-    def options_of_call(self, model: nn.Module, /) -> dict[str, bool]:
+    def options_of_call(self, model: nn.Module, /) -> dict[str, Any]:
         """Return the keyword arguments with which the model is called."""
         # A cache of keys and values would be filled and never read.
-        return {"use_cache": False} if is_bridge(model) else {}
+        options = {"use_cache": False} if is_bridge(model) else {}
+        return {**_on_device_of(model, self.further), **options}
 
     def str_tokens(self, model: nn.Module, _n_pos: int, /) -> tuple[str, ...]:
         """Return each token as text; its id where the model has no tokenizer."""
@@ -128,7 +137,8 @@ class TokenIds:
 
     def of_several_rows(self) -> "TokenIds":
         """Return the same text, or one token twice."""
-        return TokenIds(self.batch.repeat(1, 2)) if self.n_pos == 1 else self
+        ids = self.batch.repeat(1, 2) if self.n_pos == 1 else self.batch
+        return TokenIds(ids)
 
     def of_rows(self, n_rows: int, /) -> "TokenIds":
         """Return the first token, as so many texts of one token each."""
@@ -164,6 +174,7 @@ class Pixels:
     batch: Float[Tensor, "1 channels height width"]
     provenance: dict[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> None:
@@ -180,9 +191,9 @@ class Pixels:
         """None: how many patches and other tokens there are, the model decides."""
         return None
 
-    def options_of_call(self, _model: nn.Module, /) -> dict[str, bool]:
-        """Return no keyword arguments: vision models have no cache to turn off."""
-        return {}
+    def options_of_call(self, model: nn.Module, /) -> dict[str, Any]:
+        """Return the keyword arguments with which the model is called."""
+        return _on_device_of(model, self.further)
 
     def str_tokens(self, _model: nn.Module, n_pos: int, /) -> tuple[str, ...]:
         """Return `cls`, the names of further tokens, and the `row,column` of each
@@ -231,13 +242,17 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
 
     Raises:
         TypeError: what the model does not read.
-        ValueError: what is no image, an empty prompt, or one longer than the context.
+        ValueError: what is no image, an empty prompt, one longer than the context, or
+            one with inputs that the model does not take.
     """
+    further: dict[str, Any] = {}
     if isinstance(prompt, Mapping):
-        prompt = _unpack_batch(model, prompt)
+        prompt, further = _unpack_batch(model, prompt)
+    described = {name: _described_input(value) for name, value in further.items()}
+    inputs = {"inputs": described} if described else {}
     if reads_pixels(model):
         image, provenance = image_provenance(model, prompt)
-        return Pixels(image.pixels, provenance, image.remarks)
+        return Pixels(image.pixels, provenance | inputs, image.remarks, further)
     is_pixels = isinstance(prompt, Tensor) and prompt.is_floating_point()
     if is_pixels or isinstance(prompt, Image.Image | os.PathLike):
         raise TypeError(
@@ -248,15 +263,18 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     check_tokens(model, tokens.ids)
     text = prompt if isinstance(prompt, str) else None
     provenance = {**tokens.provenance, "prompt": text, "tokens": tokens.ids.tolist()}
-    return TokenIds(tokens.ids[None], provenance, tokens.remarks)
+    return TokenIds(tokens.ids[None], provenance | inputs, tokens.remarks, further)
 
 
-def _unpack_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
-    """Return the token ids or the pixels of what a tokenizer or processor returns.
+def _unpack_batch(
+    model: Any, batch: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the token ids or the pixels of what a tokenizer or processor returns, and
+    what else the model is called with.
 
     Raises:
-        ValueError: it has neither, tokens that are padding, or those of a second
-            segment, which the model would not be told of.
+        ValueError: it has neither, tokens that are padding, or what the model does not
+            take.
     """
     input_name = "pixel_values" if reads_pixels(model) else "input_ids"
     if input_name not in batch:
@@ -264,29 +282,88 @@ def _unpack_batch(model: Any, batch: Mapping[str, Any]) -> Tensor:
             f"`prompt` must hold {input_name!r}, as a tokenizer or processor returns it for "
             f"this model; got {sorted(map(str, batch))}"
         )
-    names = (input_name, "attention_mask", "token_type_ids")
     try:
-        tensors = {
-            name: torch.as_tensor(batch[name])
-            for name in names
-            if batch.get(name) is not None
+        prompt = torch.as_tensor(batch[input_name])
+        further = {
+            name: _as_input(value)
+            for name, value in batch.items()
+            if name != input_name and value is not None
         }
     except ValueError:
         raise ValueError(
             "`prompt` must be one prompt, got several of different lengths: tokenize "
             "one text at a time"
         ) from None
-    if reads_pixels(model):
-        return tensors[input_name]
-    if not bool(tensors.get("attention_mask", torch.ones(1)).all()):
+    # What says nothing is left out, also for models that do not take it.
+    if _says_nothing(further.get("attention_mask"), 1):
+        del further["attention_mask"]
+    if _says_nothing(further.get("token_type_ids"), 0):
+        del further["token_type_ids"]
+    mask = further.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim <= 2:
         raise ValueError(
             "`prompt` must be unpadded: its attention mask leaves tokens out; tokenize "
             "one text at a time, without padding"
         )
-    if bool(tensors.get("token_type_ids", torch.zeros(1)).any()):
-        raise ValueError(
-            "`prompt` must be one segment: its `token_type_ids` say that there are two, "
-            "which the model would not be told of; give its token ids to have them read "
-            "as one"
-        )
-    return tensors[input_name]
+    for name, value in further.items():
+        if not isinstance(value, Tensor | bool | int | float | str):
+            raise ValueError(
+                f"`prompt` must hold tensors and numbers, {name!r} is a "
+                f"{type(value).__name__}, which the model may change: leave it out"
+            )
+        if not _takes(model, name):
+            raise ValueError(
+                f"`prompt` must hold what the model takes: {name!r} is no argument of "
+                f"{type(_called(model)).__name__}; leave it out"
+            )
+    return prompt, further
+
+
+def _as_input(value: Any) -> Any:
+    """Return a list of numbers as a tensor of one text, and anything else as it is."""
+    if not isinstance(value, list | tuple | np.ndarray):
+        return value
+    tensor = torch.as_tensor(value)
+    return tensor[None] if tensor.ndim == 1 else tensor
+
+
+def _says_nothing(value: Any, usual: int) -> bool:
+    return (
+        isinstance(value, Tensor) and value.ndim <= 2 and bool((value == usual).all())
+    )
+
+
+def _called(model: Any) -> Any:
+    """Return what is called in the end: the HuggingFace model, or the model itself."""
+    return model.original_model if is_bridge(model) else model
+
+
+def _takes(model: Any, name: str) -> bool:
+    """Say whether a model's call has an argument of this name; one that takes any would
+    swallow it without a word.
+    """
+    called = _called(model)
+    models = [called]
+    # A model of peft passes on what it gets.
+    if hasattr(type(called), "get_base_model"):
+        models.append(called.get_base_model())
+    return any(name in inspect.signature(m.forward).parameters for m in models)
+
+
+def _on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+
+
+def _described_input(value: Any) -> object:
+    """Return what provenance says of a further input: a checksum of a tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    content = value.detach().cpu().double().contiguous().numpy().tobytes()
+    return {
+        "shape": list(value.shape),
+        "sha256": hashlib.sha256(content).hexdigest()[:16],
+    }

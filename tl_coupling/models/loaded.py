@@ -1,6 +1,5 @@
 """A loaded model: its kind, where it came from, how it was processed, its context."""
 
-import hashlib
 import importlib.metadata
 from functools import cache
 from typing import Any
@@ -10,7 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import warn_caller
+from tl_coupling.models.digests import weights_digest
 from tl_coupling.models.facts import facts_of
+from tl_coupling.models.own_model import OwnModel
 
 _PACKAGES = ("tl-coupling", "transformer-lens", "transformers", "torch", "numpy")
 # In which fields of a HuggingFace configuration models declare how many positions they
@@ -26,17 +27,13 @@ _WANTED = (
     "wanted a decoder (GPT-2, Llama, …), an encoder of text (BERT, …) or a vision "
     "transformer (ViT, …)"
 )
-# Of each dimension of a weight, about how many places go into the checksum.
-_N_SAMPLED = 4
 # Rows of the embedding whose mean shows whether writing weights are centred.
 _N_ROWS_OF_EMBEDDING = 1000
-# An object, the name of one of its attributes, and the value that this is to have.
-Change = tuple[object, str, object]
 
 
 def is_bridge(model: nn.Module) -> bool:
-    """Say whether this is a TransformerBridge, which wraps a HuggingFace model, rather
-    than a HookedTransformer.
+    """Say whether this wraps a HuggingFace model, as a TransformerBridge and an
+    `OwnModel` do, rather than a HookedTransformer.
     """
     return getattr(model, "original_model", None) is not None
 
@@ -155,11 +152,17 @@ def describe_model(
     own_name = getattr(model.cfg, "model_name", type(model).__name__)
     return {
         **(facts_of(model).loaded_as or {"model": own_name}),
-        "backend": "bridge" if is_bridge(model) else "hooked",
+        "backend": _backend(model),
         "architecture": type(getattr(model, "original_model", model)).__name__,
         **_common_provenance(model, residual),
         "weight_processing": processing or ["none"],
     }
+
+
+def _backend(model: nn.Module) -> str:
+    if isinstance(model, OwnModel):
+        return "huggingface"
+    return "bridge" if is_bridge(model) else "hooked"
 
 
 def missing_head(model: nn.Module) -> str | None:
@@ -194,29 +197,6 @@ def _common_provenance(model: nn.Module, residual: Tensor) -> dict[str, object]:
         **_quantization(model),
         "versions": {package: version(package) for package in _PACKAGES},
     }
-
-
-def weights_digest(model: nn.Module) -> str | None:
-    """Return what tells models of one name apart: a checksum of a few weights of every
-    parameter.
-
-    It is the same on every device, and in every dtype that holds the weights exactly. A
-    change of single weights may escape it. None for a streamed model, whose weights are
-    in its files.
-    """
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            return None
-        # Evenly spaced, so that every part of a weight has its say.
-        strides = (max(1, size // _N_SAMPLED) for size in parameter.shape)
-        sampled = tuple(slice(None, None, stride) for stride in strides)
-        # float32 holds float16 and bfloat16 exactly: the digest is that of the numbers.
-        sample = parameter.detach()[sampled].float().cpu()
-        if bool(sample.isnan().any()):
-            return None
-        digest.update(sample.contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def n_weights(parameter: Tensor) -> int:

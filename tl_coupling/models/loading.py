@@ -25,7 +25,7 @@ from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.hooked import load_hooked
-from tl_coupling.models.in_memory import bridge_around
+from tl_coupling.models.in_memory import model_around
 from tl_coupling.models.load_request import (
     UNTRAINED_SEED,
     Backend,
@@ -100,10 +100,10 @@ def load_model(
     Raises:
         ModelError: an unknown name, no network and nothing cached, a missing package or
             device, a damaged file, weights that cannot be dequantised, weights that the
-            checkpoint lacks (those of its head apart), a GGUF file that holds more than
-            transformers has a place for, an adapter without peft or without its base
-            model, a model that needs `trust_remote_code`, or one without a single
-            residual stream over tokens.
+            checkpoint lacks (those of its head apart), a file that holds more than its
+            model has a place for, an adapter without peft or without its base model, a
+            model that needs `trust_remote_code`, or one without a single residual
+            stream over tokens.
         MemoryError, torch.OutOfMemoryError: the model is too large for this machine.
 
     Warns:
@@ -128,7 +128,7 @@ def load_model(
                 "`hf_model` is loaded already: no other argument goes with it but "
                 "`tokenizer` and `label`"
             )
-        return bridge_around(hf_model, tokenizer, label)
+        return model_around(hf_model, tokenizer, label)
     if name is None:
         raise ModelError("`name` is missing: give one, or `hf_model`")
     request = LoadRequest(
@@ -164,6 +164,10 @@ def load_model(
         model.tokenizer = None  # type: ignore[assignment]
     facts = facts_of(model)
     facts.loaded_as = request.loaded_as(facts.loaded_as)
+    if facts.made_of is not None:
+        own_model = facts.made_of.own_model
+        own_model.tokenizer = model.tokenizer
+        facts_of(own_model).loaded_as = facts.loaded_as
     return model.eval()
 
 

@@ -1,6 +1,8 @@
 """Token ids, made from text as the model's own tokenizer means it, and their names."""
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ _ALREADY = (
     "the text {} with {!r} already, so that the tokenizer's was not added: give token "
     "ids for both"
 )
-# Of what tokenizers are made: vocabularies by their many names, and code.
+# Of what tokenizers are made: vocabularies by their many names.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "*.model",
@@ -28,7 +30,6 @@ _TOKENIZER_FILES = (
     "*.tiktoken",
     "tekken.json",
     "bpe.codes",
-    "*.py",
 )
 # No tokenizer of text has so few pieces, and no more of these are special.
 _MOST_SPECIAL = 2000
@@ -149,7 +150,7 @@ def lacks_tokenizer(source: str) -> bool:
 
     folder = Path(source)
     files = (path for pattern in _TOKENIZER_FILES for path in folder.glob(pattern))
-    if not folder.is_dir() or any(files):
+    if not folder.is_dir() or any(files) or _brings_tokenizer(folder):
         return False
     try:
         # Some read bytes or characters, and need no files.
@@ -158,6 +159,19 @@ def lacks_tokenizer(source: str) -> bool:
     except Exception:
         return True
     return not knows_text(tokenizer)
+
+
+def _brings_tokenizer(folder: Path) -> bool:
+    """Say whether a folder names code of its own for its tokenizer: beside that, it may
+    need no file.
+    """
+    for file in ("tokenizer_config.json", "config.json"):
+        # What is damaged is said when it is loaded.
+        with suppress(OSError, ValueError, AttributeError):
+            fields = json.loads((folder / file).read_text())
+            if "AutoTokenizer" in fields.get("auto_map", {}):
+                return True
+    return False
 
 
 def wordless_tokenizer() -> Any:

@@ -243,6 +243,27 @@ def test_a_checkpoint_that_was_saved_quantised(kind: str, tmp_path: Path) -> Non
 
 
 @needs_bitsandbytes
+@pytest.mark.parametrize("part", ["nested_absmax", "nested_quant_map"])
+def test_scales_of_scales_that_are_lost(part: str, tmp_path: Path) -> None:
+    """Without them, bitsandbytes takes scales in 8 bits as they are."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    folder = saved("llama", tmp_path / "float")
+    twice = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    packed = AutoModelForCausalLM.from_pretrained(folder, quantization_config=twice)
+    packed.save_pretrained(tmp_path / "packed")
+    tiny.save_tokenizer(tmp_path / "packed")
+    tlc.load_model(str(tmp_path / "packed"))
+    file = tmp_path / "packed" / "model.safetensors"
+    state = load_file(file)
+    lost = f"model.layers.0.self_attn.q_proj.weight.{part}"
+    save_file({key: state[key] for key in state if key != lost}, file, {"format": "pt"})
+    with pytest.raises(tlc.ModelError, match=r"self_attn\.q_proj\.weight"):
+        tlc.load_model(str(tmp_path / "packed"))
+
+
+@needs_bitsandbytes
 def test_a_model_that_the_user_quantised(
     tmp_path: Path, tokenizer_folder: Path
 ) -> None:

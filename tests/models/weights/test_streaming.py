@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tiny
@@ -21,18 +22,21 @@ from tl_coupling.models.weights import streaming
 
 pytestmark = pytest.mark.both_lines
 
-# Plain; joint QKV; joint QKV and gate; merged experts; blocks that return tuples.
-ARCHITECTURES = ["llama", "gpt2", "phi3", "mixtral", "falcon"]
+# Plain; joint QKV; joint QKV and gate; merged experts; blocks that return tuples; buffers
+# that are saved.
+ARCHITECTURES = ["llama", "gpt2", "phi3", "mixtral", "falcon", "deepseek_v3"]
 
 
 def saved(
     folder: Path,
     architecture: str = "llama",
     dtype: torch.dtype = torch.float32,
+    tie_word_embeddings: bool = False,
     **options,
 ) -> nn.Module:
     """A tiny model in HuggingFace format; returned as HuggingFace's own."""
-    model = tiny.huggingface_model(architecture, dtype=dtype)
+    tied = {"tie_word_embeddings": True} if tie_word_embeddings else {}
+    model = tiny.huggingface_model(architecture, dtype=dtype, **tied)
     model.save_pretrained(folder, **options)
     tiny.save_tokenizer(folder)
     return model
@@ -111,6 +115,28 @@ def test_the_numbers_are_those_of_huggingface_and_autograd(tmp_path: Path) -> No
     torch.testing.assert_close(
         J, tiny.oracle_jacobian(hf_model, tiny.TOKENS, 1, 2, 5), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize(
+    "names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]]
+)
+def test_a_tied_weight_by_either_name(
+    names: list[str], is_same: bool, tmp_path: Path
+) -> None:
+    """Where a file has other numbers under both names, they are two weights."""
+    saved(tmp_path, tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    embedding = state.pop("model.embed_tokens.weight")
+    paths = {"embed_tokens": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+    for n, name in enumerate(names):
+        state[paths[name]] = embedding.clone() if is_same else embedding * (n + 1)
+    save_file(state, file, {"format": "pt"})
+    streamed, resident = both(tmp_path)
+    assert torch.equal(streamed.residual, resident.residual)
+    x = resident.residual[-1]
+    assert torch.equal(streamed.logits(x), resident.logits(x))
 
 
 def test_with_the_final_norm(llama_folder: Path, streamed: nn.Module) -> None:

@@ -155,5 +155,7 @@ def test_infinity_is_no_number_that_is_missing():
     x[0, 0] = np.inf
     for measure in (task_means, tlc.generalization.prompt_correlations):
         options = {} if measure is task_means else {"against": "n_pos"}
-        with pytest.raises(ValueError, match="holds infinite numbers, in mean_coupling"):
+        with pytest.raises(
+            ValueError, match="holds infinite numbers, in mean_coupling"
+        ):
             measure(survey(x), k=5, **options)

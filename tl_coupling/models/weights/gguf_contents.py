@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tl_coupling.models.completeness import refuse_unplaced
 from tl_coupling.models.errors import ModelError
 
 if TYPE_CHECKING:
@@ -111,7 +112,6 @@ _HARMLESS_TENSOR = "attn_rot_embd"
 # Depths of the models in whose attention llama.cpp divides by the root of the width of
 # a head as if heads had d_model / n_heads entries; no key says so.
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-_N_NAMED = 3
 # Characters of a key's value in an error message.
 _MOST_SHOWN = 40
 _ELSEWHERE = "load the same model from a folder or hub name in HuggingFace format"
@@ -175,15 +175,7 @@ class GgufContents:
         """Raise ModelError on parts of the file that the model would lack; none is
         fine.
         """
-        parts = sorted(unplaced)
-        if not parts:
-            return
-        named = ", ".join(parts[:_N_NAMED])
-        more = f" and {len(parts) - _N_NAMED} more" if len(parts) > _N_NAMED else ""
-        raise ModelError(
-            f"{self.name!r} holds {named}{more}, for which transformers has no place: "
-            f"the model without would be another one; {_ELSEWHERE}"
-        )
+        refuse_unplaced(repr(self.name), list(unplaced), "transformers", _ELSEWHERE)
 
     def refuse_setting(self, setting: str) -> None:
         """Raise ModelError on a key of the architecture that the model would lack."""

@@ -185,7 +185,7 @@ class GgufModel:
         load = AutoModelForCausalLM.from_pretrained
         self.loaded = load_whole(self.name, load, **self._file, **options)
         assert self.contents is not None
-        check_tensors(self.contents, self.loaded.model, self.loaded.unexpected)
+        check_tensors(self.contents, self.loaded.model, self.loaded.unplaced)
         _plain(self.loaded.model)
 
     def _save(self, folder: Path) -> None:

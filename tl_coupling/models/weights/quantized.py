@@ -20,11 +20,19 @@ from torch import Tensor, nn
 
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
-from tl_coupling.models.loaded import Change, is_packed, version
+from tl_coupling.models.formats import (
+    FLOAT_INSTEAD,
+    format_of_fields,
+    quantization_fields,
+)
+from tl_coupling.models.loaded import is_packed, version
+from tl_coupling.models.module_state import Change
 
 Quantization = Literal["nf4", "int8"]
+_BITSANDBYTES = ("nf4", "fp4", "int8")
 _INSTALL = {
     "bitsandbytes": 'pip install "tl-coupling[quantized]"',
+    "compressed_tensors": f"pip install compressed-tensors, or {FLOAT_INSTEAD}",
     "gguf": "pip install gguf",
     "peft": (
         "pip install peft, or measure the base model, without `adapter_config.json` in "
@@ -116,15 +124,16 @@ def how_saved(config: Any) -> str | None:
     """Say how the weights of a checkpoint are quantised, by its HuggingFace
     configuration: "nf4", "fp8", "gptq", …; None for one that is not.
     """
-    saved = getattr(config, "quantization_config", None)
-    if saved is None:
+    fields = quantization_fields(config)
+    if fields is None:
         return None
-    fields = saved if isinstance(saved, dict) else saved.to_dict()
     if fields.get("load_in_8bit"):
         return "int8"
     if fields.get("load_in_4bit"):
         return str(fields.get("bnb_4bit_quant_type", "fp4"))
     method = fields.get("quant_method")
+    if method is None:
+        return format_of_fields(fields)
     return str(getattr(method, "value", method))
 
 
@@ -142,6 +151,29 @@ def described(quantization: Quantization | None, saved_as: str | None) -> Loaded
         "quantized": quantized,
         "weights": "dequantised on loading",
     }
+
+
+def refuse_format(name: str, config: Any) -> None:
+    """Raise ModelError on a checkpoint that is quantised so that transformers cannot
+    dequantise it, or not without a package that is missing.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    fields = quantization_fields(config)
+    saved_as = how_saved(config)
+    if fields is None or saved_as is None or saved_as in _BITSANDBYTES:
+        return
+    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved_as)
+    # Methods whose configuration has this switch are those that transformers can
+    # dequantise.
+    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
+        raise ModelError(
+            f"{name!r} is quantised with {format_of_fields(fields)}, which "
+            f"transformers does not dequantise: {FLOAT_INSTEAD}"
+        )
+    if saved_as == "compressed-tensors":
+        user = f"{name!r}, which is saved in {format_of_fields(fields)},"
+        needs_package(user, "compressed_tensors")
 
 
 def refuse_streaming(name: str, quantization: str | None) -> None:
@@ -177,6 +209,8 @@ def loading_options(
         ModelError: a checkpoint that transformers cannot dequantise, or that is to be
             quantised and is so already; a missing package.
     """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
     saved_as = how_saved(config)
     place = {"device_map": {"": device}}
     if quantization and saved_as:
@@ -191,10 +225,12 @@ def loading_options(
         }
     if saved_as is None:
         return {}
-    if saved_as in ("nf4", "fp4", "int8"):
+    if saved_as in _BITSANDBYTES:
         needs_package(f"{name!r}, which is saved in {saved_as},", "bitsandbytes")
         return place
-    return {**place, "quantization_config": _dequantising_config(name, saved_as)}
+    refuse_format(name, config)
+    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING[saved_as]
+    return {**place, "quantization_config": kind(dequantize=True)}
 
 
 def _bitsandbytes_config(quantization: Quantization, dtype: torch.dtype) -> Any:
@@ -205,22 +241,6 @@ def _bitsandbytes_config(quantization: Quantization, dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-
-
-def _dequantising_config(name: str, saved_as: str) -> Any:
-    """Return the configuration with which transformers dequantises on loading."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    kind: Any = AUTO_QUANTIZATION_CONFIG_MAPPING.get(saved_as)
-    # Methods whose configuration has this switch are those that transformers can
-    # dequantise.
-    if kind is None or "dequantize" not in inspect.signature(kind).parameters:
-        raise ModelError(
-            f"{name!r} is quantised with {saved_as}, which transformers does not "
-            "dequantise: load its float checkpoint, with `quantization=` if you wish, "
-            "or a GGUF file"
-        )
-    return kind(dequantize=True)
 
 
 def packed_as_loaded(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ Their parameters are `StoredParameter`s, which hold NaN until the weight is read
 import ctypes
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeGuard
@@ -15,9 +15,14 @@ from typing import Any, TypedDict, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from tl_coupling.models.completeness import LoadedWeights, load_whole
-from tl_coupling.models.loaded import Change
+from tl_coupling.models.completeness import (
+    LoadedWeights,
+    load_whole,
+    refuse_other_shapes,
+)
+from tl_coupling.models.file_tensors import tensors_in
 from tl_coupling.models.model_files import FileState
+from tl_coupling.models.module_state import Change
 from tl_coupling.models.patched_transformers import skip_reading_weights
 from tl_coupling.models.stored import Stored, StoredParameter, stored_parameters
 
@@ -173,6 +178,8 @@ def hollow_model(
         weakref.finalize(loaded.model, stack.pop_all().close)
     weakref.finalize(loaded.model, _last_read.clear)
     files = _WeightFiles.from_model(loaded)
+    # Of weights that it only locates, transformers looks at no shape.
+    refuse_other_shapes(repr(name), files.of_another_shape(loaded.model))
     _remove_accelerate(loaded)
     _hollow_out(loaded.model, files, device)
     return loaded
@@ -204,7 +211,13 @@ class _WeightFiles:
         maps = (getattr(hook, "weights_map", None) for hook in hooks)
         # All hooks share one index.
         weights_map = next(candidate for candidate in maps if candidate is not None)
-        index = weights_map.dataset.index
+        index = dict(weights_map.dataset.index)
+        # A file may have either name of a weight that has two; accelerate's index of
+        # them knows one direction.
+        tied: dict[str, str] = getattr(loaded.model, "all_tied_weights_keys", {})
+        for name, other_name in tied.items():
+            if other_name not in index and name in index:
+                index[other_name] = index[name]
         files = {entry["safetensors_file"] for entry in index.values()}
         states = {file: FileState.from_path(file) for file in files}
         return cls(index, states, loaded.missing_of_head)
@@ -221,6 +234,23 @@ class _WeightFiles:
             raise ValueError(f"its parameter {path} is in none of its files")
         file = self.index[path]["safetensors_file"]
         return Stored(file, self.index[path]["weight_name"], self.states[file])
+
+    def of_another_shape(
+        self, model: nn.Module
+    ) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
+        """Yield the names of weights with the shape that their file has, and the one
+        that the model needs.
+        """
+        tensors = {
+            (tensor.file, tensor.name): tensor for tensor in tensors_in(self.states)
+        }
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            entry = self.index.get(path)
+            if entry is None:
+                continue
+            tensor = tensors[entry["safetensors_file"], entry["weight_name"]]
+            if tensor.shape != parameter.shape:
+                yield path, tensor.shape, parameter.shape
 
     def buffer(self, path: str) -> Tensor:
         """Read a buffer, which stays in memory."""

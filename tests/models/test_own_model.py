@@ -1,0 +1,287 @@
+"""What is measured is the model that was given: its own call, hooks, masks and attention.
+
+Against autograd through that model, by which no bridge is called.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification, LlamaConfig
+
+import changed_models
+import tiny
+import tl_coupling as tlc
+from changed_models import IDS, KINDS, Given, NotPossible, verdict
+
+pytestmark = pytest.mark.both_lines
+
+OWN_MODULES = "measured by the HuggingFace model's own modules"
+
+
+def a_change(kind: str) -> Given:
+    """Return the first model on which a kind of change is possible."""
+    for seed in range(100):
+        rng = random.Random(f"{kind} {seed}")
+        model = tiny.huggingface_model(rng.choice(changed_models.ARCHITECTURES))
+        try:
+            changed, inputs, where = KINDS[kind](model, rng)
+        except NotPossible:
+            continue
+        text = {"input_ids": torch.tensor([IDS]), **inputs}
+        return Given(changed.eval(), text, where)
+    pytest.skip(f"no {kind} here: it needs another package")
+
+
+@pytest.mark.filterwarnings("ignore:measured by")
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_change_of_each_kind_is_right_or_refused(kind: str) -> None:
+    given = a_change(kind)
+    result = verdict(given, random.Random(kind))
+    assert result == "right" or result.startswith("refused: "), given.change
+
+
+@pytest.mark.long("60 models, each with autograd through all of it")
+@pytest.mark.filterwarnings("ignore")
+def test_changes_drawn_at_random_are_right_or_refused() -> None:
+    n_right = 0
+    for i in range(60):
+        rng = random.Random(f"0 {i}")
+        given = changed_models.draw(rng)
+        result = verdict(given, rng)
+        assert result == "right" or result.startswith("refused: "), given.change
+        n_right += result == "right"
+    # What refuses everything is right about nothing.
+    assert n_right > 50
+
+
+def jacobian(model: Any, layer: int = 1) -> torch.Tensor:
+    return tlc.block_jacobian(tlc.trace(model, IDS), layer)
+
+
+def oracle(model: nn.Module, layer: int = 1) -> torch.Tensor:
+    t = len(IDS) - 1
+    return tiny.oracle_jacobian(model, IDS, layer, t, t)
+
+
+def test_a_model_as_it_is_needs_no_word() -> None:
+    trace = tlc.trace(tiny.huggingface_model("gpt2"), IDS)
+    assert trace.provenance["backend"] == "bridge"
+    assert trace.provenance["remarks"] == []
+
+
+def hooked_after(model: Any) -> Any:
+    """Return what is loaded of a model that gets a hook afterwards."""
+    loaded = tlc.load_model(hf_model=model)
+    tiny.layers_of(model)[0].register_forward_hook(
+        lambda _, __, output: (
+            1.5 * output
+            if isinstance(output, torch.Tensor)
+            else (1.5 * output[0], *output[1:])
+        )
+    )
+    return loaded
+
+
+def test_a_hook_that_the_model_got_after_it_was_loaded_is_seen() -> None:
+    model = tiny.huggingface_model("llama")
+    loaded = hooked_after(model)
+    with pytest.warns(UserWarning, match=f"{OWN_MODULES}: in a TransformerBridge"):
+        measured = jacobian(loaded, layer=0)
+    torch.testing.assert_close(measured, oracle(model, 0), atol=1e-5, rtol=1e-4)
+
+
+def test_hooks_of_a_bridge_are_never_lost() -> None:
+    """They are part of the bridge, which is what was given."""
+    model = tiny.huggingface_model("llama")
+    loaded = tlc.load_model(hf_model=model)
+    without = jacobian(loaded)
+    loaded.add_hook("blocks.1.hook_mlp_out", lambda z, hook: 0 * z)
+    trace = tlc.trace(loaded, IDS)
+    assert trace.provenance["hooks"] == ["blocks.1.hook_mlp_out"]
+    assert not torch.allclose(tlc.block_jacobian(trace, 1), without, atol=1e-3)
+    hooked = hooked_after(tiny.huggingface_model("llama"))
+    hooked.add_hook("blocks.1.hook_mlp_out", lambda z, hook: 0 * z)
+    with pytest.raises(
+        ValueError, match=r"has not the bridge's hooks \(blocks\.1\.hook"
+    ):
+        tlc.trace(hooked, IDS)
+
+
+@pytest.mark.parametrize("source", ["in memory", "folder"])
+def test_a_bridge_whose_weights_were_changed_is_measured_as_it_is(
+    source: str, tmp_path: Path
+) -> None:
+    """GPT-2's queries are a component of the bridge: the model that it was made of keeps
+    its own.
+    """
+    model = tiny.huggingface_model("gpt2")
+    if source == "folder":
+        model.save_pretrained(tmp_path)
+        loaded = tlc.load_model(str(tmp_path))
+    else:
+        loaded = tlc.load_model(hf_model=model)
+    before = jacobian(loaded)
+    queries = loaded.blocks[1].attn.q.original_component
+    queries.weight = nn.Parameter(3 * queries.weight.detach())
+    with pytest.warns(UserWarning, match="this bridge was changed since it was made"):
+        after = jacobian(loaded)
+    assert not torch.allclose(after, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_a_folder_whose_attention_is_not_causal(memory: str, tmp_path: Path) -> None:
+    """As LLM2Vec saves them; TransformerLens puts a triangular mask in."""
+    model = tiny.huggingface_model("llama")
+    model.config.is_causal = False
+    model.save_pretrained(tmp_path)
+    options = {"memory": memory, "device": "cpu"}
+    loaded = tlc.load_model(str(tmp_path), **options)
+    if memory == "stream":
+        with pytest.raises(ValueError, match="load it as a whole"):
+            jacobian(loaded)
+        return
+    with pytest.warns(UserWarning, match=OWN_MODULES):
+        trace = tlc.trace(loaded, IDS)
+    assert not trace.is_causal
+    expected = oracle(model)
+    torch.testing.assert_close(
+        tlc.block_jacobian(trace, 1), expected, atol=1e-5, rtol=1e-4
+    )
+
+
+BODIES = {"llama": "LlamaModel", "gpt2": "GPT2Model", "bert": "BertModel"}
+
+
+@pytest.mark.parametrize("architecture", BODIES)
+def test_a_body_without_a_head(architecture: str) -> None:
+    """`AutoModel` makes them."""
+    body = AutoModel.from_config(tiny.huggingface_model(architecture).config).eval()
+    assert type(body).__name__ == BODIES[architecture]
+    with pytest.warns(UserWarning, match=OWN_MODULES):
+        trace = tlc.trace(body, IDS)
+    measured = tlc.block_jacobian(trace, 1)
+    torch.testing.assert_close(measured, oracle(body), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="gives none: load it with a language-model"):
+        trace.logits(trace.residual[-1])
+
+
+def test_a_classifier_of_texts() -> None:
+    config = LlamaConfig(**tiny.CONFIGS["llama"], num_labels=3)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with pytest.warns(UserWarning, match=OWN_MODULES):
+        measured = jacobian(model)
+    torch.testing.assert_close(measured, oracle(model), atol=1e-5, rtol=1e-4)
+
+
+def test_a_configuration_that_names_no_class() -> None:
+    model = tiny.huggingface_model("gemma2")
+    model.config.architectures = None
+    trace = tlc.trace(model, IDS)
+    assert trace.provenance["backend"] == "bridge"
+    assert model.config.architectures is None
+
+
+def test_weights_made_in_inference_mode() -> None:
+    """Neither can autograd save them, nor may their flags be set."""
+    with torch.inference_mode():
+        model = tiny.huggingface_model("llama")
+    measured = jacobian(model)
+    expected = oracle(tiny.huggingface_model("llama"))
+    torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-4)
+    assert all(parameter.is_inference() for parameter in model.parameters())
+
+
+def test_a_tokenizer_made_in_memory() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(100)}, unk_token="w0")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", unk_token="w0"
+    )
+    model = tiny.huggingface_model("llama")
+    trace = tlc.trace(model, "w1 w5 w3", tokenizer=tokenizer)
+    assert trace.tokens.tolist()[-3:] == [1, 5, 3]
+
+
+def test_a_model_in_train_mode_is_measured_in_eval_mode_and_left_in_its_own() -> None:
+    """By its own modules too, whose blocks are called after the trace."""
+    model = tiny.huggingface_model("llama")
+    expected = oracle(model)
+    model.train()
+    model.model.layers[1].self_attn.attention_dropout = 0.5
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=f"{OWN_MODULES}: it has a hook"):
+        measured = jacobian(model)
+    torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-4)
+    assert all(part.training for part in model.modules())
+
+
+def test_an_adapter_that_is_active_from_a_token_on_has_its_hooks_in_each_block() -> (
+    None
+):
+    """peft puts them on its layers for the time of one call."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=["q_proj", "up_proj"],
+        task_type="CAUSAL_LM",
+        alora_invocation_tokens=IDS[2:4],
+        init_lora_weights=False,
+    )
+    model = peft.get_peft_model(tiny.huggingface_model("llama"), config).eval()
+    ids = torch.tensor([IDS])
+    blocks = tiny.layers_of(model.get_base_model())
+    trace = tlc.trace_modules(blocks, lambda: model(input_ids=ids))
+    given = Given(model, {"input_ids": ids}, "activated LoRA")
+    with pytest.warns(UserWarning, match=OWN_MODULES):
+        own = tlc.trace(model, IDS)
+    with pytest.warns(UserWarning, match=OWN_MODULES):
+        assert verdict(given, random.Random(0)) == "right"
+    for t in (1, 5):
+        J = tlc.block_jacobian(trace, 1, input_position=t, output_position=t)
+        same = tlc.block_jacobian(own, 1, input_position=t, output_position=t)
+        torch.testing.assert_close(J, same)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"special_tokens_mask": [[0] * 8]}, "no argument of LlamaForCausalLM"),
+        ({"past_key_values": object()}, "which the model may change"),
+        ({"attention_mask": [[0] + [1] * 7]}, "must be unpadded"),
+        ({"position_ids": [[10_000_000] * 8]}, None),
+    ],
+)
+def test_inputs_beside_the_tokens(inputs: dict[str, Any], message: str | None) -> None:
+    model = tiny.huggingface_model("llama")
+    prompt = {"input_ids": [IDS], **inputs}
+    if message is None:
+        assert tlc.trace(model, prompt).provenance["inputs"]["position_ids"]["shape"]
+        return
+    with pytest.raises(ValueError, match=message) as refusal:
+        tlc.trace(model, prompt)
+    assert "\n" not in str(refusal.value)
+
+
+def test_interventions_are_on_the_model_that_is_measured() -> None:
+    model = tiny.huggingface_model("llama")
+    model.config.is_causal = False
+    loaded = tlc.load_model(hf_model=model)
+    with pytest.warns(UserWarning, match=OWN_MODULES):
+        trace = tlc.trace(loaded, IDS)
+    directions = tlc.directions.directions_of(trace, layer=0, k=1)
+    hooks = directions.hooks(trace.model, scale=0.3)
+    with torch.no_grad():
+        with trace.model.hooks(fwd_hooks=hooks):
+            steered = trace.model(torch.tensor([IDS]), use_cache=False)
+        plain = model(torch.tensor([IDS]), use_cache=False).logits
+        assert not torch.allclose(steered, plain, atol=1e-3)
+        torch.testing.assert_close(trace.model(torch.tensor([IDS])), plain)

@@ -1,0 +1,138 @@
+"""The state of modules: left as it was found, and as it was when a block was called."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+# An object, the name of one of its attributes, and the value that this is to have.
+Change = tuple[object, str, object]
+# In which modules keep their buffers, parts and hooks.
+_DICTS = (dict, OrderedDict)
+# What of a module decides how it is called, beside its code.
+_OF_CALL = (
+    "training",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+class _Found(NamedTuple):
+    """A module as it was: its attributes and the dictionaries among them (buffers,
+    hooks), each with a copy, and its tensors but for weights, with their contents.
+    """
+
+    dictionaries: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    contents: list[tuple[Tensor, int, Tensor]]
+
+
+@contextmanager
+def left_as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give modules back their attributes, buffers and hooks at the end of this context,
+    and torch its generator.
+
+    A module may keep a table that it makes again for longer prompts (rotary embeddings,
+    ALiBi), or count its calls.
+    """
+    parts = dict.fromkeys(part for module in modules for part in module.modules())
+    # A bridge has a hook point for every value, and none of them has a state.
+    found = [_found(part) for part in parts if not hasattr(part, "fwd_hooks")]
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            for state in found:
+                _put_back(state)
+
+
+def _found(part: nn.Module) -> _Found:
+    attributes = vars(part)
+    copies: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+        (attributes, attributes.copy())
+    ]
+    tensors: list[Tensor] = []
+    for value in attributes.values():
+        if type(value) in _DICTS:
+            # Most have no hooks, and a copy of nothing is nothing.
+            copies.append((value, value.copy() if value else {}))
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            tensors.append(value)
+    tensors += [buffer for buffer in part._buffers.values() if buffer is not None]
+    # A tensor on `meta` has no contents, one of inference mode counts no changes.
+    contents = [
+        (tensor, tensor._version, tensor.detach().clone())
+        for tensor in tensors
+        if not tensor.is_meta and not tensor.is_inference()
+    ]
+    return _Found(copies, contents)
+
+
+def _put_back(state: _Found) -> None:
+    for current, found in state.dictionaries:
+        if not current and not found:
+            continue
+        # By identity: to compare tensors would read them.
+        is_as_found = current.keys() == found.keys() and all(
+            map(is_, current.values(), found.values())
+        )
+        if not is_as_found:
+            current.clear()
+            current.update(found)
+    for tensor, version, content in state.contents:
+        if tensor._version != version:
+            tensor.detach().copy_(content)
+
+
+class CallState:
+    """How the modules of a block were called: in train or eval mode, and with which
+    hooks.
+
+    peft puts hooks on its layers for the time of one call of the model (activated LoRA),
+    and a model in train mode is traced in eval mode.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._attributes = [
+            (part, {name: _copied(part, name) for name in _OF_CALL})
+            for part in block.modules()
+        ]
+
+    def changes(self) -> tuple[Change, ...]:
+        """Return what makes the modules be called as they were, where they would not be
+        now.
+        """
+        return tuple(
+            (part, name, value)
+            for part, attributes in self._attributes
+            for name, value in attributes.items()
+            if value != _copied(part, name)
+        )
+
+
+def _copied(part: nn.Module, name: str) -> Any:
+    """Return an attribute of a module; of hooks a copy, without those of this package."""
+    value = vars(part)[name]
+    if not isinstance(value, dict) or not value:
+        return value
+    own = {
+        key for hooks in _hooks(part) for key, hook in hooks.items() if _is_own(hook)
+    }
+    if own.isdisjoint(value):
+        return type(value)(value)
+    return type(value)((key, entry) for key, entry in value.items() if key not in own)
+
+
+def _hooks(part: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return part._forward_hooks, part._forward_pre_hooks
+
+
+def _is_own(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # Of a `functools.partial`.
+    return str(getattr(function, "__module__", "")).startswith("tl_coupling.")

@@ -1,0 +1,403 @@
+"""A HuggingFace model with its own modules: its own call, hooks and attention.
+
+Where a TransformerBridge would be another model than the one that was given, this one
+is measured.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tl_coupling.models.errors import ModelError
+from tl_coupling.models.module_state import left_as_found
+
+# The hook points that a model with its own modules has.
+_HOOK_POINT = re.compile(r"blocks\.(?P<layer>\d+)\.hook_resid_(?P<place>pre|post)")
+# Of the stream, with the hook point as the keyword argument `hook`.
+_Hook = Callable[..., Tensor | None]
+# Tokens of the run that shows which modules are the blocks, and sides of its image.
+_N_TOKENS = 4
+_SIDE = 224
+
+
+@dataclass
+class OwnConfig:
+    """Sizes and names of a HuggingFace model, under the names that TransformerLens has.
+
+    Attributes:
+        n_layers: the number of blocks.
+        d_model: the width of the residual stream.
+        d_vocab: how many token ids there are; None where it reads no tokens.
+        n_ctx: None, because a HuggingFace configuration says it.
+        model_name: what results call it.
+        architecture: its class.
+        attention_dir: "causal", or "bidirectional" where tokens see later ones.
+        is_visual_model: whether it reads pixels.
+    """
+
+    n_layers: int
+    d_model: int
+    d_vocab: int | None
+    n_ctx: int | None
+    model_name: str
+    architecture: str
+    attention_dir: str
+    is_visual_model: bool
+
+
+class OwnModel(nn.Module):
+    """A HuggingFace model, measured by its own modules.
+
+    It is called as a TransformerBridge is. The model is called as it is, in eval mode,
+    and has its own mode again afterwards.
+
+    Attributes:
+        original_model: the model that was given, or one of peft around it.
+        tokenizer: of its texts; None where prompts are token ids.
+        is_copy: whether its modules are copies that nobody else has.
+        reason: why it is no bridge that is measured; None where nobody asked.
+    """
+
+    def __init__(
+        self,
+        given: nn.Module,
+        tokenizer: Any = None,
+        name: str = "",
+        is_copy: bool = False,
+    ) -> None:
+        super().__init__()
+        self.original_model: Any = given
+        self.tokenizer = tokenizer
+        self.reason: str | None = None
+        self._name = name
+        self._is_copy = is_copy
+        self.training = False
+
+    def train(self, _mode: bool = True) -> "OwnModel":
+        """Leave the given model in its mode: it is called in eval mode anyway."""
+        return self
+
+    @cached_property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks, in the order in which they run.
+
+        Cost: one run of the model on four tokens, once, where they are not known.
+
+        Raises:
+            ModelError: it has no single stack of blocks.
+        """
+        return residual_stack(self.original_model, self._try_out)
+
+    def know_blocks(self, path: str | None) -> None:
+        """Take the list at a path for the blocks, if there is one."""
+        inner = self.original_model
+        if hasattr(type(inner), "get_base_model"):
+            inner = inner.get_base_model()
+        part = inner.get_submodule(path) if path else None
+        if isinstance(part, nn.ModuleList):
+            # Not among the registered modules, which are those of the given model.
+            vars(self)["blocks"] = part
+
+    @cached_property
+    def cfg(self) -> OwnConfig:
+        """Sizes and names."""
+        reads_pixels = self.original_model.main_input_name == "pixel_values"
+        embedding = None if reads_pixels else self._embedding
+        config = self.original_model.config
+        text_config = getattr(config, "text_config", None) or config
+        return OwnConfig(
+            n_layers=len(self.blocks),
+            d_model=int(text_config.hidden_size),
+            d_vocab=None if embedding is None else len(embedding.weight),
+            n_ctx=None,
+            model_name=self._name,
+            architecture=type(self.original_model).__name__,
+            attention_dir=self._attention_direction(),
+            is_visual_model=reads_pixels,
+        )
+
+    @property
+    def _embedding(self) -> Any:
+        return self.original_model.get_input_embeddings()
+
+    def forward(
+        self, batch: Tensor, return_type: str | None = "logits", **options: Any
+    ) -> Any:
+        """Call the model as it is, in eval mode.
+
+        Args:
+            batch: token ids or pixels.
+            return_type: "logits", or None for all that it returns.
+            options: further keyword arguments of the model's own call.
+        """
+        given = self.original_model
+        changes: dict[str, Any] = {}
+        # After a `Trainer` in 16 bits the model's own call has autocast; its
+        # arithmetic is that of its weights here.
+        if "_original_forward" in vars(given):
+            changes["forward"] = vars(given)["_original_forward"]
+        with in_eval_mode(given), _instance_attributes(given, changes):
+            output = given(**{given.main_input_name: batch}, **options)
+        return getattr(output, "logits", None) if return_type == "logits" else output
+
+    @contextmanager
+    def hooks(self, fwd_hooks: Sequence[tuple[str, _Hook]]) -> Iterator[None]:
+        """Run functions at hook points of the stream in this context, as TransformerLens
+        does.
+
+        Args:
+            fwd_hooks: the name of a hook point, `blocks.{layer}.hook_resid_pre` or
+                `blocks.{layer}.hook_resid_post`, and a function of the stream there
+                and of the keyword argument `hook`, whose `.name` it is.
+
+        Raises:
+            ValueError: another hook point.
+        """
+        with ExitStack() as handles:
+            for name, function in fwd_hooks:
+                match = _HOOK_POINT.fullmatch(name)
+                if match is None:
+                    raise ValueError(
+                        "a model with its own modules has the hook points "
+                        f"`blocks.LAYER.hook_resid_pre` and `…_post`, got {name!r}"
+                    )
+                block = self.blocks[int(match["layer"])]
+                changed = partial(function, hook=SimpleNamespace(name=name))
+                if match["place"] == "pre":
+                    handle = block.register_forward_pre_hook(
+                        partial(_change_entering, changed), with_kwargs=True
+                    )
+                else:
+                    handle = block.register_forward_hook(
+                        partial(_change_leaving, changed)
+                    )
+                handles.enter_context(handle)
+            yield
+
+    def _try_out(self, ids: Tensor | None = None) -> None:
+        """Run the model on some input, for what its modules do."""
+        device = next(self.original_model.parameters()).device
+        with torch.no_grad(), left_as_found([self.original_model]):
+            if self.original_model.main_input_name == "pixel_values":
+                self(self._grey_image(device), return_type=None)
+                return
+            ids = self._some_ids() if ids is None else ids
+            self(ids.to(device), return_type=None, use_cache=False)
+
+    def _some_ids(self) -> Tensor:
+        """Return a few token ids that are no padding."""
+        padding = getattr(self.original_model.config, "pad_token_id", None)
+        ids = [i for i in range(len(self._embedding.weight)) if i != padding]
+        return torch.tensor([ids[:_N_TOKENS]])
+
+    def _grey_image(self, device: torch.device) -> Tensor:
+        config = self.original_model.config
+        side = getattr(config, "image_size", _SIDE)
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        n_channels = getattr(config, "num_channels", 3)
+        dtype = next(self.original_model.parameters()).dtype
+        return torch.zeros(1, n_channels, height, width, dtype=dtype, device=device)
+
+    def _attention_direction(self) -> str:
+        """Return whether the first token sees later ones, by two runs of the model."""
+        if self.original_model.main_input_name == "pixel_values":
+            return "bidirectional"
+        first_rows: list[Tensor] = []
+
+        def note(_: nn.Module, __: object, output: Any) -> None:
+            stream = output if isinstance(output, Tensor) else output[0]
+            first_rows.append(stream[0, 0].detach().clone())
+
+        ids = self._some_ids()
+        with self.blocks[-1].register_forward_hook(note):
+            self._try_out(ids)
+            self._try_out(torch.cat([ids[:, :1], ids[:, 1:].flip(1)], dim=1))
+        first, second = first_rows
+        return "causal" if torch.equal(first, second) else "bidirectional"
+
+    @cached_property
+    def ln_final(self) -> nn.Module | None:
+        """The norm after the last block; None where there is none.
+
+        It is the module outside the blocks that first gets what leaves the last one,
+        and returns a stream.
+        """
+        leaving: list[Tensor] = []
+        norms: list[nn.Module] = []
+
+        def left(_: nn.Module, __: object, output: Any) -> None:
+            leaving.append(output if isinstance(output, Tensor) else output[0])
+
+        def called(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            if not leaving or not args or args[0] is not leaving[-1]:
+                return
+            is_part = not list(module.children())
+            is_stream = isinstance(output, Tensor) and output.shape == args[0].shape
+            if is_part and is_stream:
+                norms.append(module)
+
+        within = {part for block in self.blocks for part in block.modules()}
+        with ExitStack() as hooks:
+            hooks.enter_context(self.blocks[-1].register_forward_hook(left))
+            for module in self.original_model.modules():
+                if module not in within:
+                    hooks.enter_context(module.register_forward_hook(called))
+            self._try_out()
+        return norms[0] if norms else None
+
+    @property
+    def unembed(self) -> nn.Module | None:
+        """What makes logits; None where there are none."""
+        head: nn.Module | None = self.original_model.get_output_embeddings()
+        return head
+
+    @property
+    def W_U(self) -> Tensor | None:
+        """The unembedding `[d_model d_vocab]`; None where the head is more than that."""
+        head: Any = self.unembed
+        is_plain = type(head) is nn.Linear and head.bias is None
+        return head.weight.mT if is_plain else None
+
+
+def _change_entering(
+    function: Callable[[Tensor], Tensor | None],
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a block another stream, which is its first argument."""
+    if args:
+        changed = function(args[0])
+        return (args if changed is None else (changed, *args[1:])), kwargs
+    name = next(iter(kwargs))
+    changed = function(kwargs[name])
+    return args, kwargs if changed is None else {**kwargs, name: changed}
+
+
+def _change_leaving(
+    function: Callable[[Tensor], Tensor | None],
+    _: nn.Module,
+    __: tuple[Any, ...],
+    output: Any,
+) -> Any:
+    """Let a block return another stream, alone or first in a tuple."""
+    if isinstance(output, Tensor):
+        changed = function(output)
+        return output if changed is None else changed
+    changed = function(output[0])
+    return output if changed is None else type(output)((changed, *output[1:]))
+
+
+def residual_stack(model: nn.Module, run: Callable[[], object]) -> nn.ModuleList:
+    """Return the list of modules that pass one stream from each to the next.
+
+    Of lists within each other it is the outermost.
+
+    Args:
+        model: it is looked through for lists.
+        run: runs it once.
+
+    Raises:
+        ModelError: there is none, or there are several.
+    """
+    lists = {
+        path: part
+        for path, part in model.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) > 0
+    }
+    passed: dict[nn.Module, list[_Passed]] = {}
+
+    def note(
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> None:
+        stream = output[0] if isinstance(output, tuple | list) and output else output
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if tensors and isinstance(stream, Tensor):
+            passed.setdefault(module, []).append(_Passed(tensors[0], stream))
+
+    with ExitStack() as hooks:
+        members = dict.fromkeys(member for part in lists.values() for member in part)
+        for member in members:
+            hook = member.register_forward_hook(note, with_kwargs=True)
+            hooks.enter_context(hook)
+        run()
+    stacks = {path: part for path, part in lists.items() if _is_stack(part, passed)}
+    outermost = {
+        path: part
+        for path, part in stacks.items()
+        if not any(path.startswith(f"{other}.") for other in stacks)
+    }
+    # A list of one module passes on whatever it gets.
+    deep = {path: part for path, part in outermost.items() if len(part) > 1}
+    chosen = deep or outermost
+    if len(chosen) == 1:
+        return next(iter(chosen.values()))
+    problem = "has no list of modules that pass one residual stream on"
+    if chosen:
+        problem = f"has several stacks of blocks ({', '.join(chosen)})"
+    raise ModelError(
+        f"{type(model).__name__} {problem}: give its blocks to "
+        "`tl_coupling.trace_modules`"
+    )
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """What a module got first, and what it returned first."""
+
+    stream: Tensor
+    output: Tensor
+
+
+def _is_stack(members: nn.ModuleList, passed: dict[nn.Module, list[_Passed]]) -> bool:
+    """Say whether modules pass a stream `[1 n d]` on, each to the next."""
+    calls = [passed.get(member, []) for member in members]
+    if not all(calls):
+        return False
+    firsts = [calls_of_one[0] for calls_of_one in calls]
+    is_stream = all(
+        call.stream.ndim >= 2 and call.stream.shape == call.output.shape
+        for call in firsts
+    )
+    return is_stream and all(
+        torch.equal(call.output, following.stream)
+        for call, following in pairwise(firsts)
+    )
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module of a model in eval mode in this context."""
+    in_train_mode = [part for part in model.modules() if part.training]
+    for part in in_train_mode:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in in_train_mode:
+            part.training = True
+
+
+@contextmanager
+def _instance_attributes(owner: object, changes: dict[str, Any]) -> Iterator[None]:
+    """Give an object attributes of its own in this context."""
+    attributes = vars(owner)
+    originals = {name: attributes[name] for name in changes if name in attributes}
+    attributes.update(changes)
+    try:
+        yield
+    finally:
+        for name in changes:
+            attributes.pop(name, None)
+        attributes.update(originals)
