@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +21,9 @@ from matplotlib.artist import Artist
 from torch import Tensor
 
 import tl_coupling as tlc
+from example_calls import Call, as_given, calls_in_example, tensors_of
 from fingerprints import fingerprint
 from public_api import public_names
-from test_public_names import examples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Of examples, which are run elsewhere.
@@ -52,48 +52,6 @@ def in_tiers(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(names)]
 
 
-class Call(NamedTuple):
-    """A call that an example makes, and what it gave."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-
-class Watched:
-    """A module whose functions are the same, and note each call of one of them."""
-
-    def __init__(self, module: Any, function: Callable[..., Any], calls: list[Call]):
-        self.module, self.function, self.calls = module, function, calls
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.module, name)
-        if inspect.ismodule(value):
-            return Watched(value, self.function, self.calls)
-        return self.noted if value is self.function else value
-
-    def noted(self, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(list(a) if inspect.isgenerator(a) else a for a in args)
-        # These objects: a trace may come to hold more.
-        given = tensors_of((args, kwargs))
-        before = fingerprint(given)
-        call = Call(as_given(args), as_given(kwargs), self.function(*args, **kwargs))
-        assert fingerprint(given) == before, "it wrote to these"
-        self.calls.append(call)
-        return call.result
-
-
-def as_given(arguments: Any) -> Any:
-    """Return arguments with generators as they are now: a call draws from them."""
-    if isinstance(arguments, torch.Generator):
-        return arguments.clone_state()
-    if isinstance(arguments, dict):
-        return {name: as_given(value) for name, value in arguments.items()}
-    if type(arguments) in (list, tuple):
-        return type(arguments)(map(as_given, arguments))
-    return arguments
-
-
 @pytest.fixture
 def calls_of(
     _example_folder: Path,
@@ -102,36 +60,12 @@ def calls_of(
     as_a_user: None,
 ) -> Callable[[str], list[Call]]:
     """Provide the calls of a function in its example."""
-
     monkeypatch.chdir(_example_folder)
 
     def run(name: str) -> list[Call]:
-        calls: list[Call] = []
-        names = dict(_example_names)
-        names["tlc"] = Watched(tlc, FUNCTIONS[name], calls)
-        for example in examples(FUNCTIONS[name]):
-            exec(example.source, names)
-        assert calls, f"the example of {name} does not call it"
-        return calls
+        return calls_in_example(FUNCTIONS[name], _example_names)
 
     return run
-
-
-def tensors_of(value: Any) -> list[Any]:
-    """Return the tensors and arrays in arguments, also those of models and results."""
-    if isinstance(value, Tensor | np.ndarray):
-        return [value]
-    if isinstance(value, torch.nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    if isinstance(value, dict):
-        return [tensor for entry in value.values() for tensor in tensors_of(entry)]
-    if isinstance(value, list | tuple):
-        return [tensor for entry in value for tensor in tensors_of(entry)]
-    if type(value).__module__.startswith("tl_coupling"):
-        return tensors_of(vars(value)) if hasattr(value, "__dict__") else []
-    if hasattr(value, "variables"):
-        return [variable.values for variable in value.variables.values()]
-    return []
 
 
 def state() -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked, made_by
+from tl_coupling.results import DifferentPrompts
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
 
@@ -86,7 +87,7 @@ Prompts = str | Prompt | Sequence[str | Prompt]
 def as_prompts(prompts: Prompts) -> list[Prompt]:
     """Return prompts with ids; bare texts are numbered.
 
-    Raises ValueError where there are none, or an id twice.
+    Raises ValueError where there are none, or an id or a prompt twice.
     """
     texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     named_prompts = [
@@ -97,6 +98,10 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         raise ValueError("`prompts` is empty: wanted at least one")
     if len({prompt.id for prompt in named_prompts}) < len(named_prompts):
         raise ValueError("the ids of `prompts` must differ")
+    different = DifferentPrompts("prompts")
+    for prompt in named_prompts:
+        # Of an image it is a checksum: two files may hold the same one.
+        different.add({"prompt": prompt.text}, prompt.id)
     return named_prompts
 
 

@@ -723,3 +723,29 @@ def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
         assert [Path(warning.filename).name for warning in caught] == [
             "test_checking.py"
         ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (SQUARE.to_sparse(), "got a tensor of layout sparse_coo, of torch.float32"),
+        (SQUARE.to_sparse_csr(), "a dense one is wanted"),
+        (torch.nested.nested_tensor([SQUARE, SQUARE]), "got a nested tensor of"),
+        (SQUARE.to("meta"), "on the device meta it has no numbers"),
+        (SQUARE.to(torch.float8_e4m3fn), "convert it with `.float()`"),
+        (SQUARE.tolist(), "`torch.tensor` makes one of numbers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*(nested|CSR)")
+def test_a_tensor_has_a_number_at_every_place(as_a_user, given, message) -> None:
+    for call in (
+        lambda: tlc.svd(given),
+        lambda: tlc.coupling_matrix(given, tlc.svd(SQUARE), 2),
+        lambda: tlc.miscoupling(given),
+        lambda: tlc.step_lengths(given),
+        lambda: tlc.measures.without_identity(given),
+        lambda: comparisons.jacobian_coupling(given),
+    ):
+        with pytest.raises(TypeError, match=re.escape(message)) as error:
+            call()
+        assert "\n" not in str(error.value)

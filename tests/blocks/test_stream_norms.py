@@ -349,9 +349,11 @@ def test_maps_of_block_and_of_branches_have_no_mean() -> None:
         ValueError, match=r"the same normalising_layers, got \[0, 1, 2\] and \[\]"
     ):
         tlc.comparisons.MeanCouplingMap.over([result, of_an_earlier_version])
-    assert tlc.comparisons.MeanCouplingMap.over([result, result]).provenance[
-        "normalising_layers"
-    ] == [0, 1, 2]
+    of_another_input = dataclasses.replace(
+        result, provenance=result.provenance | {"input_digest": "another"}
+    )
+    mean = tlc.comparisons.MeanCouplingMap.over([result, of_another_input])
+    assert mean.provenance["normalising_layers"] == [0, 1, 2]
 
 
 def test_weights_that_change_after_the_trace_are_noticed() -> None:

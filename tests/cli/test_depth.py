@@ -383,6 +383,10 @@ def test_saved_maps_are_averaged_as_the_prompts_were(
         ({"maps": ["{file}", "{file}"]}, "give each map once"),
         ({"maps": "{empty}"}, "has no maps, files that end in .nc"),
         ({"maps": "no-such.nc"}, "no-such.nc"),
+        ({"maps": "{file}", "k": 99}, "`k` must lie in [1, 2]"),
+        ({"maps": "{file}", "k": [2, 3]}, "`k` must lie in [1, 2]"),
+        ({"maps": "{file}", "orientation": "vju"}, "is of orientation 'ujv'"),
+        ({"maps": ["{file}", "{again}"]}, "one prompt is there twice"),
     ],
 )
 def test_maps_that_cannot_be_averaged_are_refused(
@@ -396,7 +400,9 @@ def test_maps_that_cannot_be_averaged_are_refused(
     file = tlc.depth_coupling(tlc.trace(model, "w1 w2"), 2).save(tmp_path / "a.nc")
     empty = tmp_path / "empty"
     empty.mkdir()
-    paths = {"{file}": file, "{empty}": empty}
+    again = tmp_path / "b.nc"
+    again.write_bytes(file.read_bytes())
+    paths = {"{file}": file, "{again}": again, "{empty}": empty}
     maps = options.get("maps", file)
     if isinstance(maps, list):
         maps = [paths[name] for name in maps]

@@ -109,7 +109,8 @@ def test_a_planted_difference_is_found(model):
         noise = torch.randn(result.matrices.shape, generator=generator)
         matrices = result.matrices + 0.05 * result.matrices.abs().mean() * noise
         matrices[2, 0] += moved * torch.diag_embed(matrices[2, 0].diagonal())
-        provenance = result.provenance | {"prompt": str(prompt)}
+        tokens = {"tokens": [prompt], "input_digest": str(prompt)}
+        provenance = result.provenance | tokens | {"prompt": str(prompt)}
         return CouplingMap(
             **vars(result) | {"matrices": matrices, "provenance": provenance}
         )
@@ -256,7 +257,7 @@ def test_a_side_is_of_one_part_of_the_blocks(model):
 
 def test_a_prompt_counts_once(maps):
     with pytest.raises(
-        ValueError, match=r"`a` has the prompt 'w3 .*' twice: give each"
+        ValueError, match=r"in `a` one prompt is there twice, as 'w3 .*': give each"
     ):
         tlc.compare([maps[0], maps[0]], maps)
 

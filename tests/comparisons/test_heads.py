@@ -97,6 +97,17 @@ def test_a_head_that_adds_nothing_is_undefined_and_not_counted():
     assert result.share_above_null == 0
 
 
+def test_above_a_null_that_is_not_known_it_is_not_known_what_lies():
+    """Zero stood for it: every pair lay above."""
+    null = torch.full((4, 3), 0.3)
+    null[3] = torch.nan
+    coupling = torch.full((4, 4), 0.4)
+    assert made_up(coupling, null).share_above_null == 1
+    unknown = made_up(coupling, torch.full((4, 3), torch.nan))
+    assert np.isnan(unknown.largest_of_null)
+    assert np.isnan(unknown.share_above_null)
+
+
 def test_more_vectors_than_a_head_has_are_refused(tiny_trace):
     with pytest.raises(ValueError, match="at most the rank of a head, 8, got 9"):
         head_coupling(tiny_trace, k=9)

@@ -213,7 +213,8 @@ def test_a_table_has_a_row_for_each_pair_and_k(result):
 
 
 def test_a_mean_has_means_in_its_table(tiny_trace):
-    mean = tlc.mean_depth_coupling([tiny_trace, tiny_trace], 3)
+    other = tlc.trace(tiny_trace.model, tiny_trace.tokens[:4])
+    mean = tlc.mean_depth_coupling([tiny_trace, other], 3)
     table = mean.to_dataframe([3]).set_index(["row_layer", "col_layer"])
     expected = mean.coupling(3)
     for pair, value in table["coupling"].items():

@@ -175,8 +175,10 @@ def test_one_map_at_a_time_is_in_memory(maps):
     alive = []
 
     def one_by_one():
-        for _ in range(6):
-            copy = dataclasses.replace(maps[0])
+        for i in range(6):
+            # Else they would be of one prompt.
+            tokens = {"tokens": [i, 1, 2], "input_digest": str(i)}
+            copy = dataclasses.replace(maps[0], provenance=maps[0].provenance | tokens)
             gc.collect()
             assert sum(reference() is not None for reference in alive) <= 1
             alive.append(weakref.ref(copy))
@@ -591,3 +593,19 @@ def test_traces_of_unknown_weights_hide_no_others_that_differ(
     traces[0].provenance["weights_digest"] = None
     with pytest.raises(ValueError, match="two models of different weights"):
         tlc.prompt_coupling(traces, k=2)
+
+
+@pytest.mark.parametrize("name", ["matrices", "singular_values", "frobenius_norms"])
+def test_a_map_that_is_not_finite_has_no_mean_and_no_null(maps, name) -> None:
+    """Norms are in nulls alone, where NaN was taken for a pair without one."""
+    tensor = getattr(maps[0], name).clone()
+    tensor.view(-1)[0] = math.nan
+    planted = dataclasses.replace(maps[0], **{name: tensor})
+    for call in (
+        lambda: tlc.mean_of_maps([planted, maps[1]]),
+        lambda: planted.null(measure="captured_energy"),
+        planted.to_dataframe,
+    ):
+        with pytest.raises(ValueError, match="NaN or infinite entries") as error:
+            call()
+        assert "\n" not in str(error.value)

@@ -766,3 +766,14 @@ def test_layers_beside_rows_are_refused(deep):
         tlc.depth_coupling(deep[0], layers=[1], rows=[1])
     with pytest.raises(ValueError, match="`cols` is empty"):
         tlc.depth_coupling(deep[0], 4, rows=[1], cols=[])
+
+
+def test_jacobians_with_a_gradient_are_compared_as_numbers(deep):
+    """Such as `training.jacobians` gives."""
+    J = tlc.block_jacobians(deep[0])
+    expected = tlc.comparisons.jacobian_coupling(J, K)
+    for given in (J.requires_grad_(), 1 * J):
+        got = tlc.comparisons.jacobian_coupling(given, K)
+        assert torch.equal(got.matrices, expected.matrices)
+        assert not got.matrices.requires_grad
+        assert got.mean() == expected.mean()

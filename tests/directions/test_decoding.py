@@ -2,6 +2,9 @@
 the stream.
 """
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -331,3 +334,21 @@ def test_a_model_on_disk_is_decoded_as_one_in_memory(folder_model):
         torch.testing.assert_close(
             on_disk.reads[:, component], in_memory.reads[:, component]
         )
+
+
+def test_a_kurtosis_that_is_not_known_stands_out_from_nothing(tiny_trace):
+    """No draw is above NaN: the share of those was 0, as of a direction that stands out."""
+    decoded = tlc.directions.decode(tiny_trace, 1, k=2, n_draws=4)
+    shares = [decoded.kurtosis_exceeded(0, i) for i in (0, 1)]
+    drawn = decoded.control_kurtosis[0, 0].numpy()
+    for i, share in enumerate(shares):
+        assert share == np.mean(drawn >= float(decoded.kurtosis[0, i]))
+    kurtosis = decoded.kurtosis.clone()
+    kurtosis[0, 1] = torch.nan
+    planted = dataclasses.replace(decoded, kurtosis=kurtosis)
+    assert planted.kurtosis_exceeded(0, 0) == shares[0]
+    assert math.isnan(planted.kurtosis_exceeded(0, 1))
+    # Without other prompts that control has no draws.
+    assert math.isnan(decoded.kurtosis_exceeded(0, 0, "other_prompts"))
+    table = planted.to_dataframe().query("way == 'unembedding' and direction == 1")
+    assert table.kurtosis_exceeded_by_random.isna().all()

@@ -406,3 +406,40 @@ def test_a_basis_that_is_none_is_refused_in_a_line(basis, layer, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         tlc.directions.Subspace.of(basis, layer)
     assert "\n" not in str(error.value)
+
+
+BASIS = torch.eye(32)[:, :2]
+
+
+@pytest.mark.parametrize(
+    ("basis", "layer", "message"),
+    [
+        (BASIS.tolist(), 0, "`basis` must be a floating-point torch tensor"),
+        (BASIS.int(), 0, "convert it with `.float()`"),
+        (BASIS.bool(), 0, "convert it with `.float()`"),
+        (np.eye(32, dtype=int)[:, :2], 0, "`basis` must be a floating-point"),
+        (BASIS.to(torch.complex64), 0, "`basis` must be a floating-point"),
+        (BASIS.to_sparse(), 0, "a dense one is wanted"),
+        (BASIS[:, 0], 0, "`basis` must have shape [d_model rank], got [32]"),
+        ([[1.0, 2.0], [3.0]], 0, "`basis` must be a floating-point"),
+        ("text", 0, "`basis` must be a floating-point"),
+        (None, 0, "`basis` must be a floating-point"),
+        (BASIS, "0", "`layer` must be"),
+        (BASIS, 1.5, "`layer` must be"),
+        (BASIS, True, "`layer` must be"),
+        (BASIS, None, "`layer` must be"),
+    ],
+)
+def test_what_is_no_basis_is_refused_in_a_line(as_a_user, basis, layer, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)) as error:
+        tlc.directions.Subspace.of(basis, layer)
+    assert "\n" not in str(error.value)
+
+
+def test_an_array_is_a_basis(as_a_user):
+    expected = tlc.directions.Subspace.of(BASIS, [0, 1])
+    for basis in (BASIS.numpy(), BASIS.double(), BASIS.half(), BASIS.requires_grad_()):
+        own = tlc.directions.Subspace.of(basis, np.array([0, 1]))
+        assert torch.equal(own.bases, expected.bases)
+        assert own.layers == (0, 1)
+    assert tlc.directions.Subspace.of(BASIS, np.int64(1)).layers == (1,)

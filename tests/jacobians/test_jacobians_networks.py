@@ -204,6 +204,11 @@ class Convolution(nn.Module):
             r"block 0 takes \[1, 3, 4, 4\] .* feature maps of convolutions are not measured",
         ),
         (Convolution(), (8,), r"block 0 takes \[8\]"),
+        (
+            nn.Linear(8, 100),
+            (1, 5, 8),
+            r"block 0 takes \[1, 5, 8\] and gives \[1, 5, 100\]: leave it out, a Linear",
+        ),
     ],
 )
 def test_what_is_no_stream_of_tokens_is_refused(
@@ -364,3 +369,24 @@ def test_weights_that_accelerate_leaves_on_disk(tmp_path):
     assert {parameter.device.type for parameter in blocks.parameters()} == {"meta"}
     found = tlc.block_jacobians(tlc.trace_modules(blocks, lambda: model(ids)))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_head_among_blocks_is_named() -> None:
+    """One line, whoever asks: it is no residual block."""
+    network = torch_encoder()
+    head = nn.Linear(32, 100)
+    blocks = [*network.blocks, head]
+
+    def run() -> torch.Tensor:
+        return head(network.run())
+
+    for measure in (
+        tlc.trace_modules,
+        tlc.training.measure,
+        tlc.training.coupling,
+        tlc.training.jacobians,
+    ):
+        with pytest.raises(ValueError, match="a Linear of these sizes is no") as error:
+            measure(blocks, run)
+        assert f"block {len(network.blocks)} takes" in str(error.value)
+        assert "\n" not in str(error.value)

@@ -224,7 +224,8 @@ def test_auto_takes_what_the_plan_says(wide_trace, tokenizer_folder):
     assert sum(by_products.flops.values()) < sum(plan.flops.values())
     found = tlc.depth_coupling(trace, 1, method="auto")
     assert WAY in found.provenance["svd"]
-    mean = tlc.mean_depth_coupling([trace, trace], 1, method="auto")
+    other = tlc.trace(experts, tiny.TOKENS[:4])
+    mean = tlc.mean_depth_coupling([trace, other], 1, method="auto")
     assert mean.provenance["method"] == "products"
     found = tlc.depth_coupling(wide_trace, K, method="auto")
     assert WAY not in found.provenance["svd"]

@@ -2,6 +2,8 @@
 that are moved by hand.
 """
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -100,10 +102,11 @@ def test_depth_coupling_is_that_of_moved_jacobians(tiny_trace):
     torch.testing.assert_close(both.coupling(), coupling(in_metric(by_hand, M)))
     row = tlc.depth_coupling(tiny_trace, K, rows=[1], metric=M)
     torch.testing.assert_close(row.coupling()[0], moved.coupling()[1])
-    mean = tlc.mean_depth_coupling(
-        [tiny_trace, tiny_trace], K, metric=M, without="identity"
-    )
-    torch.testing.assert_close(mean.coupling(), both.coupling())
+    other = tlc.trace(tiny_trace.model, tiny_trace.tokens[:4])
+    other_map = tlc.depth_coupling(other, K, without="identity", metric=M)
+    mean = tlc.mean_depth_coupling([tiny_trace, other], K, metric=M, without="identity")
+    expected = (both.coupling() + other_map.coupling()) / 2
+    torch.testing.assert_close(mean.coupling(), expected)
 
 
 def test_the_metric_of_today_changes_no_bit(tiny_trace):
@@ -172,3 +175,12 @@ def test_bad_metrics_are_refused(tiny_trace, J):
         stream_metric(
             [tlc.trace(tiny_trace.model, "w1", prepend_bos=False)], shrinkage=0
         )
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-200, 1e200])
+def test_a_stream_without_a_size_has_no_metric(scale):
+    """Zeros, and squares that vanish or overflow: decomposed, they were NaN."""
+    stream = scale * torch.ones(3, 9, 4).double()
+    with pytest.raises(ValueError, match="whose squares have a sum, above 0") as error:
+        stream_metric([types.SimpleNamespace(residual=stream)])
+    assert "\n" not in str(error.value)

@@ -27,7 +27,9 @@ def audit(trace: tlc.Trace) -> tlc.trajectories.LensAudit:
 
 RESULTS: dict[str, Callable[[tlc.Trace], Saved]] = {
     "a map": lambda trace: tlc.depth_coupling(trace, k=3),
-    "a mean": lambda trace: tlc.mean_depth_coupling([trace, trace], k=3),
+    "a mean": lambda trace: tlc.mean_depth_coupling(
+        [trace, tlc.trace(trace.model, trace.tokens[:4])], k=3
+    ),
     "a trajectory": tlc.trajectories.measure_trajectory,
     "shapes": lambda trace: tlc.trajectories.measure_trajectory(
         trace, linear=False, noise=False

@@ -2,6 +2,8 @@
 spectra are known.
 """
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -283,6 +285,17 @@ def test_what_a_spectrum_says_of_itself():
     np.testing.assert_allclose(
         top.uncaptured[[0, 2]], tail_energy(exact[[0, 2]], 3), rtol=0, atol=1e-6
     )
+
+
+def test_of_an_energy_that_is_not_known_it_is_not_known_what_is_left_out():
+    J = torch.stack([torch.eye(4), torch.zeros(4, 4), torch.eye(4)])
+    spectrum = tlc.svd(J, 2)
+    assert spectrum.uncaptured.tolist() == pytest.approx([0.5, 0, 0.5])
+    norm = spectrum.norm.clone()
+    norm[2] = torch.nan
+    planted = dataclasses.replace(spectrum, norm=norm).uncaptured
+    assert planted[:2].tolist() == pytest.approx([0.5, 0])
+    assert planted[2].isnan()
 
 
 def test_residuals_of_a_full_svd_are_told_too():

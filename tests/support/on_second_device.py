@@ -439,7 +439,7 @@ def test_files_pictures_and_pages(
         torch.testing.assert_close(
             getattr(loaded, values), getattr(result, values).cpu()
         )
-    mean = tlc.mean_depth_coupling([trace, trace], K)
+    mean = tlc.mean_depth_coupling([trace, tlc.trace(trace.model, trace.tokens[:3])], K)
     aligned = residual_alignment(trace, n_classes=3)
     with plots.off_screen():
         for draw, drawn in {

@@ -234,7 +234,13 @@ def audited(monkeypatch, model, lens, singles):
             for prompt in chosen
         )
         monkeypatch.setattr(LensEstimate, "of_prompt", lambda *_: next(matrices))
-        return lens_audit(of_some, [trace] * len(chosen), accuracy=1.0)
+        # Only their number matters, and that they are not one prompt.
+        facts = [{"tokens": [i], "input_digest": str(i)} for i in range(len(chosen))]
+        traces = [
+            dataclasses.replace(trace, provenance=trace.provenance | fact)
+            for fact in facts
+        ]
+        return lens_audit(of_some, traces, accuracy=1.0)
 
     return audit
 
@@ -320,3 +326,141 @@ def test_what_cannot_be_audited_is_refused(model, lens, held_out, tokenizer_fold
     lens_of_another_kind.metadata["estimator"] = "tuned"
     with pytest.raises(ValueError, match="got 'tuned'"):
         lens_audit(lens_of_another_kind, held_out)
+
+
+def changed(lens, **changes):
+    """Return a copy with other attributes; `metadata` are added to its own."""
+    other = copy.deepcopy(lens)
+    other.metadata |= changes.pop("metadata", {})
+    for name, value in changes.items():
+        setattr(other, name, value)
+    return other
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_lens_that_is_not_finite_is_refused(lens, held_out, number):
+    for layer in lens.jacobians:
+        planted = copy.deepcopy(lens)
+        planted.jacobians[layer][3, 5] = number
+        name = rf"`lens.jacobians\[{layer}\]` has NaN or infinite entries"
+        with pytest.raises(ValueError, match=name):
+            lens_audit(planted, held_out)
+        with pytest.raises(ValueError, match=name):
+            tlc.trajectories.entropy_by_depth(held_out[0], planted)
+        with pytest.raises(ValueError, match=name):
+            tlc.directions.decode(held_out[0], 1, k=1, lens=planted)
+
+
+@pytest.mark.parametrize(
+    "name", ["spread", "distance_from_mean", "expected_distance", "unexplained"]
+)
+def test_what_is_not_known_speaks_against_a_lens(model, lens, held_out, name):
+    """NaN is above no threshold, and below none."""
+    audit = lens_audit(lens, held_out, accuracy=ACCURACY)
+    assert audit.faults == ()
+    # Far from its own prompts it would have another fault.
+    changes = {"distance_from_mean": 0 * audit.distance_from_mean, name: math.nan}
+    if name != "unexplained":
+        changes[name] = 0 * audit.distance_from_mean
+        changes[name][1] = math.nan
+    for of_its_prompts in (False, True):
+        changes["of_its_prompts"] = of_its_prompts
+        planted = dataclasses.replace(audit, **changes)
+        if of_its_prompts and name == "expected_distance":
+            # Of its own prompts nothing is expected but rounding.
+            assert planted.faults == ()
+            continue
+        (fault,) = planted.faults
+        assert "is not known at" in fault
+        assert "Nothing" not in planted.verdict
+
+
+def test_prompts_that_do_not_lie_apart_leave_rounding_alone(lens, held_out):
+    """As five copies of one prompt do not, with which a lens of zeros passed."""
+    audit = lens_audit(lens, held_out, accuracy=ACCURACY)
+    nothing = torch.zeros_like(audit.spread)
+    alike = {
+        "spread": nothing,
+        "expected_distance": nothing,
+        "n_directions": nothing + math.nan,
+    }
+    of_zeros = dataclasses.replace(audit, distance_from_mean=nothing + 1, **alike)
+    assert "at all layers it lies up to" in of_zeros.verdict
+    right = dataclasses.replace(audit, distance_from_mean=nothing + 1e-4, **alike)
+    assert right.faults == ()
+    zeros = copy.deepcopy(lens)
+    for layer in zeros.jacobians:
+        zeros.jacobians[layer].zero_()
+    with pytest.raises(ValueError, match="one prompt is there twice"):
+        lens_audit(zeros, [held_out[0]] * 5)
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        torch.ones(2),
+        object(),
+        {1, 2},
+        {(1, 2): 3},
+        torch.float16,
+        b"bytes",
+        np.float32(1),
+        1j,
+    ],
+)
+def test_metadata_that_are_no_json_are_saved_as_text(lens, held_out, fact, tmp_path):
+    audit = lens_audit(changed(lens, metadata={"fact": fact, "rank": 3}), held_out[:2])
+    loaded = tlc.trajectories.LensAudit.load(audit.save(tmp_path / "audit.nc"))
+    assert isinstance(loaded.provenance["lens"]["fact"], str)
+    assert loaded.provenance["lens"]["rank"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_prompts": "14"}, "`lens.n_prompts` must be a whole number, .* got '14'"),
+        ({"n_prompts": None}, "`lens.n_prompts` must be a whole number, .* got None"),
+        (
+            {"metadata": {"skip_first_positions": "1"}},
+            r"`lens.metadata\['skip_first_positions'\]` must be a whole number, got '1'",
+        ),
+        (
+            {"metadata": {"skip_first_positions": -1}},
+            "must be at least 0, got -1",
+        ),
+        (
+            {"metadata": {"estimator": "tl_coupling.product_of_blocks"}},
+            r"`lens.metadata\['position'\]` must be a whole number, got None",
+        ),
+        (
+            {"jacobians": {0: [[1.0]], 1: [[1.0]]}},
+            "must be a dense tensor of real numbers, got a list",
+        ),
+        (
+            {"jacobians": dict.fromkeys((0, 1), torch.eye(32).to_sparse())},
+            "must be a dense tensor of real numbers, got a tensor of layout sparse_coo",
+        ),
+        (
+            {"jacobians": dict.fromkeys((0, 1), torch.ones(32, 5))},
+            r"as wide as the model, \[32 32\], got \[32, 5\]",
+        ),
+    ],
+)
+def test_a_lens_that_is_none_is_refused_in_a_line(lens, held_out, changes, message):
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        lens_audit(changed(lens, **changes), held_out)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("metadata", [None, [], "text"])
+def test_metadata_are_a_mapping(lens, held_out, metadata):
+    other = copy.deepcopy(lens)
+    other.metadata = metadata
+    for call in (
+        lambda: lens_audit(other, held_out),
+        lambda: tlc.trajectories.entropy_by_depth(held_out[0], other),
+    ):
+        with pytest.raises(TypeError, match=r"`lens\.metadata` must be a mapping"):
+            call()
+    # What is in it may be of any kind.
+    assert lens_audit(changed(lens, metadata={"versions": ["a"]}), held_out).layers

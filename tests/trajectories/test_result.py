@@ -2,6 +2,7 @@
 its file.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -84,6 +85,15 @@ def test_what_is_saved_is_what_is_loaded(
                 json.loads(json.dumps(value)) if name == "provenance" else value,
             ), name
     assert repr(loaded) == repr(result)
+
+
+def test_tokens_without_a_score_are_counted_where_a_mean_is_shown(tiny_trace) -> None:
+    result = measure_trajectory(tiny_trace, linear=False, noise=False)
+    assert "NaN" not in repr(result)
+    scores = result.line_shape_score.clone()
+    scores[2:4] = torch.nan
+    planted = dataclasses.replace(result, line_shape_score=scores)
+    assert f"{float(scores.nanmean()):.3f} (NaN of 2)" in repr(planted)
 
 
 def test_the_dataset_names_axes_units_and_derived_values(tiny_trace: Trace) -> None:

@@ -29,7 +29,7 @@ from tl_coupling.arguments.measuring import (
     measuring,
     others_measuring,
 )
-from tl_coupling.arguments.messages import warn_caller
+from tl_coupling.arguments.messages import described, warn_caller
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -47,6 +47,7 @@ __all__ = [
     "check_text",
     "checked",
     "defaults_of_model",
+    "described",
     "fork_safe_lock",
     "join_measuring",
     "made_by",

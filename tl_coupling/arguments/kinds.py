@@ -442,10 +442,23 @@ class _Array(Kind):
         return format_shape(axis.shown for axis in self.axes)
 
 
+def _check_has_numbers(tensor: Tensor) -> None:
+    """Raise WrongType unless a tensor holds a number at each of its places, and torch
+    computes with them.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise WrongType("a dense one is wanted (`torch.stack`, `.to_dense()`)")
+    if tensor.is_meta:
+        raise WrongType("on the device meta it has no numbers")
+    if tensor.is_floating_point() and tensor.element_size() < 2:
+        raise WrongType("convert it with `.float()`: torch does not compute in 8 bits")
+
+
 def _numpy_array(value: object) -> np.ndarray:
     """Return a value as a numpy array; whole numbers become floating-point."""
     try:
         if isinstance(value, Tensor):
+            _check_has_numbers(value)
             value = value.detach().cpu()
         array = np.asarray(value)
     except (TypeError, ValueError):
@@ -457,7 +470,10 @@ def _numpy_array(value: object) -> np.ndarray:
 def _torch_tensor(value: object) -> Tensor:
     """Return a tensor as it is, a numpy array as a tensor if torch has its dtype."""
     if isinstance(value, Tensor):
+        _check_has_numbers(value)
         return value
+    if isinstance(value, list | tuple):
+        raise WrongType("`torch.tensor` makes one of numbers")
     if not isinstance(value, np.ndarray):
         raise WrongType
     # torch has neither texts nor objects, nor numbers of more than 64 bits.

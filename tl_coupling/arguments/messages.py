@@ -34,6 +34,12 @@ def described(value: object) -> str:
     """Return a value in a few words, on one line."""
     if isinstance(value, Tensor | np.ndarray):
         noun = "a tensor" if isinstance(value, Tensor) else "an array"
+        if isinstance(value, Tensor) and value.is_nested:
+            # It has no shape.
+            return f"a nested tensor of {value.dtype}"
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            layout = str(value.layout).removeprefix("torch.")
+            noun = f"a tensor of layout {layout},"
         return f"{noun} of {value.dtype} and shape {format_shape(value.shape)}"
     is_container = isinstance(value, list | tuple | set | dict)
     if all(isinstance(part, _PLAIN) for part in _parts(value)):

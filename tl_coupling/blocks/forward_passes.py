@@ -239,6 +239,12 @@ def _check_shapes(calls: list[RecordedCall], n_pos: int | None) -> None:
         if call.holds(X) and X.shape == Y.shape and has_all_rows:
             continue
         shapes = f"block {layer} takes {list(X.shape)} and gives {list(Y.shape)}"
+        if n_pos is None and X.shape != Y.shape and X.ndim < 4:
+            raise ValueError(
+                "wanted blocks that add to the residual stream that they take, "
+                f"{shapes}: leave it out, a {type(call.module).__name__} of these sizes "
+                "is no residual block"
+            )
         if n_pos is None:
             raise ValueError(
                 "wanted one residual stream [1 n_pos d_model]; run it on one input, "

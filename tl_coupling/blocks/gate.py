@@ -180,13 +180,15 @@ class CheckedBlock(EvaluatedBlock):
         _, value, u, rows = reference
         stream = self.X[reference.positions.start : reference.positions.stop]
         scale = value.norm(dim=1) + _SHARE_OF_STREAM * stream.norm(dim=1)
-        is_value = (y - value).norm(dim=1) <= TOLERANCE * scale
+        is_value = _is_within((y - value).norm(dim=1), TOLERANCE * scale)
         identity_tolerance = (
             _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm(dim=1)
         )
         rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * rows.norm()
         tolerance = TOLERANCE * rows.norm(dim=1) + rounding_tolerance
-        is_product = (product - rows).norm(dim=1) <= tolerance + identity_tolerance
+        is_product = _is_within(
+            (product - rows).norm(dim=1), tolerance + identity_tolerance
+        )
         # One reading, for which a device waits once.
         return bool((is_value & is_product).all())
 
@@ -291,14 +293,16 @@ class CheckedBlock(EvaluatedBlock):
         error, y_norm, stream_norm, u_norm = norms[:4]
         errors = norms[4 : 4 + len(t1)]
         row_norms = norms[4 + len(t1) :]
-        agrees = [error <= TOLERANCE * (y_norm + _SHARE_OF_STREAM * stream_norm)]
+        tolerance = TOLERANCE * (y_norm + _SHARE_OF_STREAM * stream_norm)
+        # As `_is_within`: of a stream that is infinite every error is within bounds.
+        agrees = [error <= tolerance < math.inf]
         identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u_norm
         rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * math.hypot(*row_norms)
         for error, position in zip(errors, t1, strict=True):
             tolerance = TOLERANCE * row_norms[position] + rounding_tolerance
             if position == t2:
                 tolerance += identity_tolerance
-            agrees.append(error <= tolerance)
+            agrees.append(error <= tolerance < math.inf)
         return all(agrees)
 
     def changed(self) -> StepError:
@@ -407,7 +411,7 @@ class CheckedBlock(EvaluatedBlock):
             difference = (Y - recorded.Y).float().norm(dim=1)
         eps = torch.finfo(self.own_dtype).eps
         tolerance = eps * recorded.Y.float().norm(dim=1)
-        self._refuse(difference, ~(difference <= tolerance))
+        self._refuse(difference, ~_is_within(difference, tolerance))
 
     @property
     def own_dtype(self) -> torch.dtype:
@@ -429,7 +433,7 @@ class CheckedBlock(EvaluatedBlock):
         step_tolerance = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
         stream_norm = self.X.norm(dim=1)
         stream_tolerance = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
-        return ~(difference <= step_tolerance + stream_tolerance)
+        return ~_is_within(difference, step_tolerance + stream_tolerance)
 
     def _refuse_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
         """Raise StepError: f(X) is not the traced step.
@@ -629,6 +633,13 @@ def _format_tokens(is_meant: Bool[Tensor, " n_pos"]) -> str:
     if len(positions) > 8:
         numbers += ", …"
     return f"token{'s' if len(positions) > 1 else ''} {numbers}"
+
+
+def _is_within(error: Tensor, tolerance: Tensor) -> Bool[Tensor, "..."]:
+    """Say where an error is within a tolerance, which must be finite: of a stream that is
+    infinite every error would be. NaN is within none.
+    """
+    return (error <= tolerance) & tolerance.isfinite()
 
 
 def _format_percent(difference: Tensor, step: Tensor, is_meant: Tensor) -> str:

@@ -39,6 +39,7 @@ from tl_coupling.models import (
     model_input,
 )
 from tl_coupling.prompts import Prompt
+from tl_coupling.results import INPUT_DIGEST, digest_of
 
 _ONE_INPUT = "trace prompts one at a time; token ids are whole numbers"
 _Input = str | os.PathLike[str] | Prompt | Image.Image | Sequence[int]
@@ -379,6 +380,7 @@ class _Recording:
         return {
             **self.describe(entering),
             **(self.input.provenance if self.input else {}),
+            INPUT_DIGEST: digest_of(entering[0]),
             "str_tokens": list(str_tokens),
             "n_layers": len(self.forward_pass.calls),
             "final_norm": self.norm is not None,

@@ -172,6 +172,13 @@ def _saved_run(
 
     def read(file: Path) -> tuple[CouplingMap, PromptReadings]:
         coupling_map = CouplingMap.load(file)
+        # The default does not say that it was asked for.
+        asked = comparing.orientation
+        if asked not in ("ujv", coupling_map.orientation):
+            raise ValueError(
+                f"the map {file} is of orientation {coupling_map.orientation!r}, got "
+                f"--orientation {asked}: leave it out, or measure again"
+            )
         ks = comparing.up_to(coupling_map.k)
         off_diagonal = not choosing.diagonal
         means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}

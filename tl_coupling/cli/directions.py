@@ -201,11 +201,10 @@ def _pictures(results: _Results) -> Pictures:
 def _decoded_table(decoded: Decoded) -> Table:
     """Return the table of directions, by what they do through the rest of the network."""
     way = decoded.ways.index("network")
-    drawn = decoded.control_kurtosis[0, way]
     rows: list[list[object]] = []
     for i, gain in enumerate(decoded.gains.tolist()):
         kurtosis = decoded.kurtosis[way, i]
-        exceeded = float((drawn >= kurtosis).double().mean())
+        exceeded = decoded.kurtosis_exceeded(way, i)
         ends = [
             " ".join(
                 plain(text).strip() or repr(text)

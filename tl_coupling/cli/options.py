@@ -22,7 +22,8 @@ from tl_coupling.models import (
     named_device,
     reads_pixels,
 )
-from tl_coupling.prompts import Prompt, load_prompts
+from tl_coupling.prompts import Prompt, as_prompts, load_prompts
+from tl_coupling.spectra import check_k
 from tl_coupling.studies.surveys import PAPER_PROMPT, Checkpoint, Settings
 
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
@@ -210,8 +211,13 @@ class Comparing:
         return self.ks[-1] if self.k else None
 
     def up_to(self, k: int) -> list[int]:
-        """Return `ks` for a result that holds k; a narrow model has fewer vectors."""
-        # A set: several of them may be cut to the same k.
+        """Return `ks` for a result that holds k; a narrow model has fewer vectors.
+
+        Raises ValueError for more than that which were asked for.
+        """
+        if self.k:
+            check_k(self.ks[-1], k)
+        # A set: several of the defaults may be cut to the same k.
         return sorted({min(wide_k, k) for wide_k in self.ks})
 
 
@@ -416,7 +422,7 @@ class Prompts(OnePrompt):
             raise ValueError("give --prompt or --prompts, not both")
         if self.image is not None:
             raise ValueError("give --image or --prompts, not both")
-        return load_prompts(self.prompts)
+        return as_prompts(load_prompts(self.prompts))
 
 
 def own_position(prompt: Prompt, position: int | None) -> int:

@@ -9,11 +9,6 @@ from tl_coupling.comparisons.across_prompts import (
 from tl_coupling.comparisons.carrying import Carriers, Share, carriers, strongest_heads
 from tl_coupling.comparisons.choices import free_end, neighbours
 from tl_coupling.comparisons.differences import Comparison, compare
-from tl_coupling.comparisons.different_prompts import (
-    DifferentPrompts,
-    SeveralTraces,
-    prompt_name,
-)
 from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
 from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling
@@ -21,6 +16,7 @@ from tl_coupling.comparisons.maps import CouplingMap
 from tl_coupling.comparisons.means import MeanCouplingMap, mean_of_maps
 from tl_coupling.comparisons.null_means import null_interval_of_spectra
 from tl_coupling.comparisons.pairs import (
+    SeveralTraces,
     as_trace,
     context_coupling,
     decomposed_layers,

@@ -11,11 +11,6 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
-from tl_coupling.comparisons.different_prompts import (
-    DifferentPrompts,
-    SeveralTraces,
-    prompt_name,
-)
 from tl_coupling.comparisons.null_means import (
     draws_needed,
     draws_of_rows,
@@ -23,7 +18,7 @@ from tl_coupling.comparisons.null_means import (
     quantile_interval,
     rise_together,
 )
-from tl_coupling.comparisons.pairs import as_trace
+from tl_coupling.comparisons.pairs import SeveralTraces, as_trace
 from tl_coupling.jacobians import (
     Connection,
     Decomposed,
@@ -43,7 +38,7 @@ from tl_coupling.measures import (
     seeded,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import DifferentPrompts, Saved, prompt_name
 from tl_coupling.spectra import Spectrum, check_k, fitting_k
 
 if TYPE_CHECKING:
@@ -475,7 +470,7 @@ def prompt_coupling(
         frobenius_norms=torch.stack([pairs.norms for pairs in layer_pairs]),
         d_model=traced[0].d_model,
         layers=tuple(selected_layers),
-        prompts=tuple(prompt_name(trace) for trace in traced),
+        prompts=tuple(prompt_name(trace.provenance) for trace in traced),
         positions=tuple(positions),
         provenance={
             **different.provenance,
@@ -548,7 +543,7 @@ def _different(traces: Sequence[Trace]) -> DifferentPrompts:
             "across prompts compares them"
         )
     # A prompt that came twice would make a pair of equal Jacobians.
-    prompts = DifferentPrompts()
+    prompts = DifferentPrompts("traces")
     for trace in traces:
         prompts.add_traced(trace)
     return prompts

@@ -13,7 +13,14 @@ from tl_coupling.arguments import Count, checked, made_by, warn_caller
 from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
-from tl_coupling.results import Saved, check_alike, check_one_model, tidy_table
+from tl_coupling.results import (
+    DifferentPrompts,
+    Saved,
+    check_alike,
+    check_one_model,
+    prompt_name,
+    tidy_table,
+)
 from tl_coupling.statistics import (
     LEVEL,
     Difference,
@@ -254,7 +261,7 @@ def compare(
 class _Side:
     """What is compared of one set of maps: an entry for each prompt."""
 
-    def __init__(self, first_map: CouplingMap, k: int | None) -> None:
+    def __init__(self, first_map: CouplingMap, name: str, k: int | None) -> None:
         self.orientation = first_map.orientation
         self.row_layers = first_map.row_layers
         self.col_layers = first_map.col_layers
@@ -262,6 +269,7 @@ class _Side:
         self.own_pairs = first_map.own_pairs().cpu().numpy()
         # A copy: prompts and positions are written into it.
         self.provenance = dict(first_map.provenance)
+        self.different = DifferentPrompts(name)
         self.prompts: list[object] = []
         self.positions: list[int] = []
         self.values: list[Float[np.ndarray, "n_rows n_cols"]] = []
@@ -296,7 +304,7 @@ class _Side:
                     "prompts: give the maps of the prompts, in a list"
                 )
             # All other maps must be as the first is.
-            side = side or cls(result, k)
+            side = side or cls(result, name, k)
             side.provenance = check_one_model(side.provenance, result.provenance, name)
             side.add(result, name, measure)
         if side is None:
@@ -322,11 +330,12 @@ class _Side:
         # A single layer meets itself alone.
         off_diagonal = not self.own_pairs.all()
         prompt, position = _prompt_of(result), result.row_positions[0]
-        if prompt is not None and (prompt, position) in self.prompts_and_positions:
-            raise ValueError(
-                f"`{name}` has the prompt {prompt!r} twice: give each once, or the "
-                "interval would be too narrow"
-            )
+        self.different.add(
+            result.provenance,
+            prompt_name(result.provenance),
+            token=position,
+            numbers=result.matrices,
+        )
         self.prompts.append(prompt)
         self.positions.append(position)
         self.values.append(

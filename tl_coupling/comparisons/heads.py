@@ -1,5 +1,6 @@
 """Which heads of different layers share axes: every head coupled with every other."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -88,9 +89,10 @@ class HeadCoupling(Saved):
 
     @property
     def largest_of_null(self) -> float:
-        """The largest coupling of a head in random singular vectors."""
+        """The largest coupling of a head in random singular vectors; NaN if none has one."""
         # A head that adds nothing has no coupling: NaN would be the largest.
-        return float(self.null_coupling.nan_to_num(0).max())
+        defined = self.null_coupling[~self.null_coupling.isnan()]
+        return float(defined.max()) if len(defined) else math.nan
 
     @property
     def of_different_layers(self) -> Float[Tensor, " n_pairs"]:
@@ -99,10 +101,17 @@ class HeadCoupling(Saved):
 
     @property
     def share_above_null(self) -> float:
-        """The share of pairs of different layers that lie above `largest_of_null`."""
+        """The share of pairs of different layers that lie above `largest_of_null`.
+
+        Of pairs that have a coupling; NaN where none has one, or no null is known.
+        """
         values = self.of_different_layers
-        defined = values[values.isfinite()]
-        return float((defined > self.largest_of_null).double().mean())
+        defined = values[~values.isnan()]
+        largest = self.largest_of_null
+        # Above NaN there is nothing, which is not known to be so.
+        if math.isnan(largest):
+            return math.nan
+        return float((defined > largest).double().mean())
 
     @checked
     def strongest(self, n: Count = 10) -> list[HeadPair]:

@@ -41,7 +41,8 @@ def jacobian_coupling(
         a `CouplingMap` of kind "depth".
 
     Raises:
-        ValueError: k outside `[1, d_model]`, more or fewer layers than matrices.
+        ValueError: k outside `[1, d_model]`, more or fewer layers than matrices, entries
+            that are not finite.
 
     Warnings as in `depth_coupling`. Cost: an SVD of each, then `2 n_layers² k d_model²`
     flops.
@@ -51,6 +52,8 @@ def jacobian_coupling(
         >>> tlc.comparisons.jacobian_coupling(rest, k=4).matrices.shape
         torch.Size([2, 2, 4, 4])
     """
+    # A map is of numbers, without the graph that `training.jacobians` gives.
+    J = J.detach()
     n, d = J.shape[:2]
     k = fitting_k(k, d)
     names = range(n) if layers is None else layers

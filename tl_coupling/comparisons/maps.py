@@ -376,6 +376,8 @@ class CouplingMap(Saved):
         self, k: int, measure: AnyMeasure, null_kind: Null, options: Options
     ) -> PerPair:
         """Return the null of every pair, on the CPU."""
+        # A null that is not known would be left out of means as one that is undefined.
+        self.check_finite()
         S_1 = self.singular_values.cpu()
         if null_kind != "space":
             A = self.at(k).cpu()
@@ -471,8 +473,7 @@ class CouplingMap(Saved):
             (2, 2)
         """
         dataset = super().to_dataset()
-        tensors = (self.matrices, self.singular_values, self.frobenius_norms)
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+        if not self._is_finite():
             return dataset
         dataset = dataset.assign_coords(k=list(range(1, self.k + 1)))
         values = {
@@ -498,6 +499,7 @@ class CouplingMap(Saved):
         """
         # These are coordinates of the dataset, and become columns of the table.
         names = ["row_layer", "row_position", "col_layer", "col_position"]
+        self.check_finite()
         data = self.to_dataset()
         if ks is not None:
             data = data.sel(k=[self._k(k) for k in ks])
@@ -518,6 +520,18 @@ class CouplingMap(Saved):
         )
         # Nulls are `[n_measures k n_rows]`, the same for every column.
         return _tabulated_values(values, nulls[..., None].expand(values.shape))
+
+    def check_finite(self) -> None:
+        """Raise ValueError for a map with NaN or infinite entries, which has no measures."""
+        if not self._is_finite():
+            raise ValueError(
+                "the map has NaN or infinite entries, in its matrices, singular values or "
+                "norms: it has no measure"
+            )
+
+    def _is_finite(self) -> bool:
+        tensors = (self.matrices, self.singular_values, self.frobenius_norms)
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def own_pairs(self) -> Bool[Tensor, "n_rows n_cols"]:
         """Say which pairs compare a connection with itself.

@@ -20,7 +20,13 @@ from tl_coupling.measures import (
     measures_at_every_k,
     nulls_at_every_k,
 )
-from tl_coupling.results import check_alike, check_one_model, joined_provenance
+from tl_coupling.results import (
+    DifferentPrompts,
+    check_alike,
+    check_one_model,
+    joined_provenance,
+    prompt_name,
+)
 from tl_coupling.statistics import Interval, t_interval
 
 if TYPE_CHECKING:
@@ -106,7 +112,8 @@ class MeanCouplingMap(CouplingMap):
 
         Raises:
             ValueError: no map; maps of different models, or traced in several ways; of
-                different layers, positions, k or orientation; a mean among them.
+                different layers, positions, k or orientation; two of one prompt; a mean
+                among them.
 
         Example:
             >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
@@ -136,13 +143,24 @@ class MeanCouplingMap(CouplingMap):
         prompts: list[str | None] = []
         facts: list[Facts] = []
         reference: Facts = {}
+        different = DifferentPrompts("maps")
         means_of_maps: list[Tensor] = []
         moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
         for result in maps:
             _check_is_of_one_prompt(result)
+            # A null that is not known would be left out of means as one that is undefined.
+            result.check_finite()
             facts.append(_facts(result))
             reference = check_one_model(reference or facts[0], facts[-1], "maps")
             check_alike(facts[0], facts[-1], _ALIKE, "the maps must have")
+            if position is None:
+                different.add(
+                    result.provenance,
+                    prompt_name(result.provenance),
+                    # Of one prompt at two tokens the positions are wrong.
+                    token=facts[-1][_POSITIONS],
+                    numbers=result.matrices,
+                )
             prompts.append(result.provenance.get("prompt"))
             averaged = _averaged(result)
             moments.add(averaged)
@@ -313,7 +331,8 @@ def mean_of_maps(
 
     Raises:
         ValueError: no map; maps of different models, or traced in several ways; of
-            different layers, positions, k or orientation; a mean among them.
+            different layers, positions, k or orientation; two of one prompt, which
+            would count as two; a mean among them.
 
     Example:
         >>> maps = [tlc.depth_coupling(tlc.trace(model, p), k=4) for p in prompts]

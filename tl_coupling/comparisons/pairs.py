@@ -42,6 +42,9 @@ _ONE_TRACE = (
     "takes several"
 )
 _SEVERAL_TRACES = "`depth_coupling(trace)` takes one"
+SeveralTraces = Annotated[
+    Iterable[object], "a list of traced prompts: `trace(model, prompt)` makes one"
+]
 
 
 @checked
@@ -195,8 +198,8 @@ def mean_depth_coupling(
         a `MeanCouplingMap`: as a `CouplingMap`, with `spread` and `spread_of_mean`.
 
     Raises:
-        ValueError: no traces, or traces whose maps have no mean: of different models,
-            layers or positions.
+        ValueError: no traces, a prompt twice, or traces whose maps have no mean: of
+            different models, layers or positions.
         TypeError: something that is not a trace.
 
     Cost: that of `depth_coupling` for each prompt. From a generator of traces one

@@ -1,5 +1,6 @@
 """What a block's singular vectors read and write, in tokens and components."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -17,7 +18,7 @@ from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
 from tl_coupling.models import JacobianLens
-from tl_coupling.results import Saved
+from tl_coupling.results import DifferentPrompts, Saved
 from tl_coupling.trajectories import check_lens
 
 if TYPE_CHECKING:
@@ -146,7 +147,12 @@ class Decoded(Saved):
                     "gain": float(self.gains[i]),
                     "group": group,
                     "kurtosis": float(self.kurtosis[w, i]),
-                    **self._exceeded(w, i),
+                    **{
+                        f"kurtosis_exceeded_by_{control}": self.kurtosis_exceeded(
+                            w, i, control
+                        )
+                        for control in CONTROLS
+                    },
                 }
                 for e, end in enumerate(ENDS):
                     next_rank = int(self.next_token_rank[w, i, e])
@@ -169,19 +175,23 @@ class Decoded(Saved):
         """Return the tokens that an end of a direction promotes most, by index."""
         return [self.texts[index] for index in self.tokens[way, direction, end]]
 
-    def _exceeded(self, way: int, direction: int) -> dict[str, float]:
+    @checked
+    def kurtosis_exceeded(
+        self, way: int, direction: int, control: Control = "random"
+    ) -> float:
+        """Return the share of a control's draws with at least a direction's kurtosis, by
+        index.
+
+        NaN of a control without draws, and of a kurtosis that is not known.
+        """
         own = self.kurtosis[way, direction]
-        shares = {}
-        for control, drawn_kurtosis in zip(
-            CONTROLS, self.control_kurtosis, strict=True
-        ):
-            # Controls of fewer draws are filled up with NaN.
-            drawn = drawn_kurtosis[way][drawn_kurtosis[way].isfinite()]
-            share = (
-                float((drawn >= own).double().mean()) if len(drawn) else float("nan")
-            )
-            shares[f"kurtosis_exceeded_by_{control}"] = share
-        return shares
+        # Controls of fewer draws are filled up with NaN.
+        drawn = self.control_kurtosis[CONTROLS.index(control), way]
+        drawn = drawn[~drawn.isnan()]
+        # Of NaN no draw would be above it, as if it stood out.
+        if not len(drawn) or bool(own.isnan()):
+            return math.nan
+        return float((drawn >= own).double().mean())
 
     def _summary(self) -> str:
         n_groups = len(set(self.groups.tolist()))
@@ -440,10 +450,14 @@ def _other_prompt_logits(
     those of this prompt are.
     """
     found = []
+    different = DifferentPrompts("others")
+    # The prompt itself is no other one.
+    different.add_traced(trace)
     for item in others:
         other = as_trace(item, "others")
         if other.model is not trace.model:
             raise ValueError("`others` must be traced with the model of `trace`")
+        different.add_traced(other)
         found.append(block_directions(other, layer, k, position).write.mT)
     if not found:
         # Without other prompts this control has no draws.

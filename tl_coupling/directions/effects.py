@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import own_arithmetic, trace
-from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.interventions import Hook
 from tl_coupling.models import tokenize
 from tl_coupling.prompts import Prompt
-from tl_coupling.results import Saved
+from tl_coupling.results import DifferentPrompts, Saved
 from tl_coupling.statistics import Difference, paired_difference
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ def tokens_by_id(
     Raises ValueError for one that is too short, and for two that are the same.
     """
     tokens_of_prompts: dict[str, Tensor] = {}
-    different = DifferentPrompts()
+    different = DifferentPrompts("prompts")
     for prompt in prompts:
         tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
         if len(tokens) < 2:
@@ -150,7 +149,7 @@ def tokens_by_id(
             )
         # Prompts are told apart by their tokens: one text under two names is one
         # prompt.
-        different.add(prompt.id, tokens)
+        different.add({"tokens": tokens.tolist()}, prompt.id)
         tokens_of_prompts[prompt.id] = tokens
     return tokens_of_prompts
 

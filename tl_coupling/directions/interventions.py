@@ -112,6 +112,7 @@ class Directions(Saved):
         object.__setattr__(self, "vectors", vectors / divisors[:, None])
 
     @classmethod
+    @checked
     def of(
         cls,
         vectors: Float[Tensor, "n_directions d_model"],
@@ -125,7 +126,8 @@ class Directions(Saved):
         They are taken by `decode` and `steer`, with the controls that these have for
         all others, and by any model of their width. `name` is what results call them.
 
-        Raises as the class.
+        Raises as the class, and TypeError for vectors that are no tensor or array of
+        floating-point numbers.
 
         Example:
             >>> probes = torch.randn(2, 32)

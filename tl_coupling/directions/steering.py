@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import Count, Positive, Seed, checked, made_by
 from tl_coupling.blocks import Trace, trace
-from tl_coupling.comparisons import DifferentPrompts
 from tl_coupling.directions.downstream import carry, change_of_logits
 from tl_coupling.directions.effects import (
     Effects,
@@ -32,6 +31,7 @@ from tl_coupling.jacobians import block_jacobians
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.results import DifferentPrompts
 from tl_coupling.spectra import eigh
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def steer(
     if not scales:
         raise ValueError("`scales` is empty: wanted at least one")
     named_prompts = as_prompts(prompts)
-    different = DifferentPrompts()
+    different = DifferentPrompts("prompts")
     places = []
     for prompt in with_progress(named_prompts, progress, "tracing"):
         traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)

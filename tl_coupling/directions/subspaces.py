@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import (
-    DifferentPrompts,
     SeveralTraces,
     as_trace,
     decomposed_layers,
@@ -32,7 +31,7 @@ from tl_coupling.directions.random_directions import frames
 from tl_coupling.jacobians import Decomposed, JacobianOptions
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved, tidy_table
+from tl_coupling.results import DifferentPrompts, Saved, tidy_table
 from tl_coupling.spectra import eigh, eigvalsh
 
 if TYPE_CHECKING:
@@ -123,6 +122,7 @@ class Subspace(Saved):
     }
 
     @classmethod
+    @checked
     def of(
         cls,
         basis: Float[Tensor, "d_model rank"],
@@ -152,6 +152,7 @@ class Subspace(Saved):
             ValueError: no or negative layers, or one twice; more directions than
                 `d_model`; directions that are not finite or not independent; `traces`
                 of a model that it does not fit.
+            TypeError: a basis that is no tensor or array of floating-point numbers.
 
         Cost: none; with `traces` that of `shared_subspace`.
 
@@ -453,7 +454,9 @@ class _Sums:
     energies: Float[Tensor, "2 n_layers d d"]
     streams: list[Float[Tensor, "2 n_layers n_tokens d"]]
     weight: float = 0.0
-    prompts: DifferentPrompts = field(default_factory=DifferentPrompts)
+    prompts: DifferentPrompts = field(
+        default_factory=lambda: DifferentPrompts("traces")
+    )
 
     @classmethod
     def empty(cls, traced: Trace, layers: Sequence[int] | None) -> "_Sums":

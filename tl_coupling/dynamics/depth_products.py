@@ -185,9 +185,10 @@ class Products(Saved):
 
     def _relative(self) -> Float[Tensor, "n_layers d_model"]:
         """Singular values divided by the largest, which cannot overflow; zeros of zero."""
-        relative = self.log_singular_values - self.log_largest[:, None]
+        log_largest = self.log_largest[:, None]
+        relative = (self.log_singular_values - log_largest).exp()
         # Of a zero product −∞ less −∞ is NaN, and its values are 0.
-        return relative.exp().nan_to_num(0.0)
+        return relative.where(log_largest != -torch.inf, 0.0)
 
 
 @checked

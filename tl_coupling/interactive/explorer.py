@@ -181,6 +181,7 @@ def _strongest_pair(result: CouplingMap, k: int) -> list[int]:
 
 def _numbers(name: str, result: CouplingMap, largest_k: int, m: int) -> dict[str, Any]:
     """Return one result as numbers that a page holds: values, nulls, matrices."""
+    result.check_finite()
     table = result.to_dataset()
     values = table["coupling"].values[:largest_k]
     codes = np.where(

@@ -7,6 +7,7 @@ unless T is orthogonal. A metric M says what length means: `|x|² = xᵀ M x`.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -18,6 +19,7 @@ from torch import Tensor
 from tl_coupling.arguments import cached_property, checked
 from tl_coupling.measures.matrices import require_finite
 from tl_coupling.measures.removals import without_identity
+from tl_coupling.results import DifferentPrompts
 from tl_coupling.spectra import eigh, eigvalsh
 
 Without = Literal["identity"]
@@ -54,7 +56,7 @@ def stream_metric(
         M in float64, positive definite, with `tr M⁻¹ = d`.
 
     Raises:
-        ValueError: no traces, of different widths, a shrinkage out of range, or a
+        ValueError: no traces, a prompt twice, of different models, a shrinkage out of range, or a
             stream without extent in some direction and no shrinkage.
         TypeError: something that is not a trace.
 
@@ -69,6 +71,7 @@ def stream_metric(
     if not 0 <= shrinkage <= 1:
         raise ValueError(f"`shrinkage` must lie in [0, 1], got {shrinkage}")
     total: Tensor | None = None
+    different = DifferentPrompts("traces")
     for item in traces:
         stream = getattr(item, "residual", None)
         if not isinstance(stream, Tensor):
@@ -76,6 +79,7 @@ def stream_metric(
                 f"`traces` must be traced prompts, got {type(item).__name__}: "
                 "`tl_coupling.trace(model, prompt)` makes one"
             )
+        different.add_traced(item)
         rows = require_finite(stream.detach().double().flatten(0, -2), "the stream")
         if total is not None and total.shape[-1] != rows.shape[-1]:
             raise ValueError(
@@ -86,12 +90,20 @@ def stream_metric(
         total = product if total is None else total + product
     if total is None:
         raise ValueError("`traces` is empty: wanted at least one")
+    size = float(total.trace())
+    if not 0 < size < math.inf:
+        raise ValueError(
+            "`traces` must have a stream whose squares have a sum, above 0 and within the "
+            f"range of float64, got {size:g}"
+        )
     d_model = total.shape[-1]
     # With a mean eigenvalue of 1 the shrinkage is a share of it.
-    moment = total * (d_model / total.trace())
+    moment = total * (d_model / size)
     identity = torch.eye(d_model, dtype=moment.dtype, device=moment.device)
     eigenvalues, Q = eigh((1 - shrinkage) * moment + shrinkage * identity)
-    if eigenvalues[0] <= d_model * torch.finfo(moment.dtype).eps * eigenvalues[-1]:
+    rounding = d_model * torch.finfo(moment.dtype).eps * eigenvalues[-1]
+    # Written so that NaN is no extent either, as below.
+    if not eigenvalues[0] > rounding:
         raise ValueError(
             "the stream has no extent in some direction on these prompts: give more of "
             f"them, or a `shrinkage` above {shrinkage:g}"
@@ -183,7 +195,7 @@ def _roots(metric: Metric) -> tuple[Tensor, Tensor]:
         raise ValueError("`metric` must be symmetric, got one that is not")
     M = (M + M.mT) / 2
     eigenvalues, Q = eigh(M)
-    if eigenvalues[0] <= 0 or _is_singular(M, metric.dtype):
+    if not eigenvalues[0] > 0 or _is_singular(M, metric.dtype):
         raise ValueError(
             "`metric` must be positive definite, beyond the rounding of its "
             f"{metric.dtype}, got a smallest eigenvalue of {float(eigenvalues[0]):.3g}"
@@ -200,4 +212,4 @@ def _is_singular(M: Metric, dtype: torch.dtype) -> bool:
     """
     lengths = M.diagonal().clamp_min(torch.finfo(M.dtype).tiny).sqrt()
     eigenvalues = eigvalsh(M / lengths[:, None] / lengths)
-    return bool(eigenvalues[0] <= torch.finfo(dtype).eps * eigenvalues[-1])
+    return not bool(eigenvalues[0] > torch.finfo(dtype).eps * eigenvalues[-1])

@@ -1,5 +1,6 @@
 """How far linear blocks, noise and inverse singular values explain a trajectory."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -135,6 +136,8 @@ def _points(
         no_step = result.relative_error("previous" if is_one_step else "input")
         error, plain_error = float(linear.mean()), float(no_step.mean())
         verdict = "better" if error < plain_error else "no better"
+        if math.isnan(error - plain_error):
+            verdict = "not known"
         yield f"{name}: {verdict}, {error:.2f} against {plain_error:.2f}"
 
 

@@ -139,10 +139,9 @@ def _directions(results: Mapping[str, Decoded], first: Portrait) -> Markup:
 def _cards(decoded: Decoded, way: int) -> Iterator[Markup]:
     """Write each direction: its tokens at both ends, and what it reads."""
     groups = decoded.groups.tolist()
-    drawn = decoded.control_kurtosis[0, way]
     for i, gain in enumerate(decoded.gains.tolist()):
         kurtosis = float(decoded.kurtosis[way, i])
-        exceeded = float((drawn >= kurtosis).double().mean())
+        exceeded = decoded.kurtosis_exceeded(way, i)
         group_members = [
             str(j) for j, group in enumerate(groups) if group == groups[i] and j != i
         ]

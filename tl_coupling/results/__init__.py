@@ -1,8 +1,14 @@
-"""What all results share: their files, what their provenances have in common, and the
-names of controls and nulls.
+"""What all results share: their files, what their provenances have in common, prompts
+that must differ, and the names of controls and nulls.
 """
 # ruff: noqa: F401
 
+from tl_coupling.results.different_prompts import (
+    INPUT_DIGEST,
+    DifferentPrompts,
+    digest_of,
+    prompt_name,
+)
 from tl_coupling.results.names import (
     CONTROLS,
     OWN_CONTROLS,

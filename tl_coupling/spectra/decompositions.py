@@ -175,7 +175,8 @@ class SimilarRanks:
         Q = torch.linalg.qr(products[:, :width]).Q
         probes = products[:, width:]
         remainder = probes - Q @ (Q.mT @ probes)
-        if remainder.norm() > _LARGEST_REMAINDER * probes.norm():
+        # Written so that NaN, of products that overflow, is no small remainder.
+        if not remainder.norm() <= _LARGEST_REMAINDER * probes.norm():
             return None
         compressed = (Q.mT @ J).double()
         squares = eigvalsh(compressed @ compressed.mT).clamp_min(0)

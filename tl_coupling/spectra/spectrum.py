@@ -96,10 +96,11 @@ class Spectrum:
         """
         if self.norm is None:
             raise ValueError("the energy of J is not known: use `svd(J, k)`")
-        # Of a zero J every share is 0.
-        norm = self.norm.double().where(self.norm > 0, torch.inf)
-        shares = self.S.double() / norm[..., None]
-        return (self.norm > 0) * (1 - shares.square().sum(-1)).clamp(0, 1)
+        norm = self.norm.double()
+        is_zero = norm == 0
+        # Of a zero J every share is 0, and nothing is left out.
+        shares = self.S.double() / norm.where(~is_zero, torch.inf)[..., None]
+        return (1 - shares.square().sum(-1)).clamp(0, 1).where(~is_zero, 0.0)
 
     @property
     def method(self) -> str:

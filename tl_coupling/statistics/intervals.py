@@ -448,8 +448,8 @@ def check_size(values: Float[np.ndarray, "..."], name: str) -> None:
     """Raise ValueError where the squares of values, NaN aside, would overflow, or all
     of them vanish.
     """
-    # In float32 the limit itself would overflow.
-    largest = float(np.abs(values[np.isfinite(values)]).max(initial=0.0))
+    # In float32 the limit itself would overflow. Infinity is no value that is missing.
+    largest = float(np.abs(values[~np.isnan(values)]).max(initial=0.0))
     if largest > _LARGEST:
         raise ValueError(
             f"{name} has a value of {largest:.3g} in size, and fits overflow; "

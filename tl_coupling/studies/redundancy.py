@@ -20,6 +20,7 @@ from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts, naming_prompt
+from tl_coupling.results import DifferentPrompts
 from tl_coupling.spectra import eigh
 from tl_coupling.statistics import (
     LEVEL,
@@ -96,8 +97,8 @@ def layer_redundancy(
           number of tokens.
 
     Raises:
-        ValueError: a model of one block, no prompts, a prompt of one token, k out of
-            range; it names the prompt.
+        ValueError: a model of one block, no prompts, one twice, a prompt of one token, k
+            out of range; it names the prompt.
 
     Cost: for each prompt a depth coupling, whose Jacobians and SVDs give the shared
     directions as well, `(3 + n_k) L² / 2` block evaluations and `(4 + n_k) L`
@@ -121,9 +122,12 @@ def layer_redundancy(
     )
     measured: list[xarray.Dataset] = []
     not_merged: dict[int, str] = {}
+    # Two texts may be one prompt to the model.
+    different = DifferentPrompts("prompts")
     for prompt in with_progress(named_prompts, progress, "redundancy"):
         with naming_prompt(prompt):
             traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
+            different.add_traced(traced, prompt.id)
             prompt_data, reasons = _measure_prompt(traced, settings)
         measured.append(prompt_data)
         not_merged |= reasons

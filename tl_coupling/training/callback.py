@@ -17,7 +17,7 @@ from transformers import (
 
 from tl_coupling.arguments import Count, Positive, Text, checked, warn_caller
 from tl_coupling.measures import mean_name, null_name
-from tl_coupling.results import check_alike
+from tl_coupling.results import DifferentPrompts, check_alike
 from tl_coupling.training.measuring import CouplingOfStep, measure
 from tl_coupling.training.parallel import refuse_sharded, unwrapped
 
@@ -64,10 +64,10 @@ class CouplingCallback(TrainerCallback):
         steps: measured steps.
 
     Raises:
-        ValueError: no prompts, or an empty one; no k; texts without a tokenizer; blocks
-            that are not found. At a step, token ids beyond the model's vocabulary, a
-            model of another depth or width than before, another model at a step that
-            was measured, and weights that are spread over processes.
+        ValueError: no prompts, one twice, or an empty one; no k; texts without a
+            tokenizer; blocks that are not found. At a step, token ids beyond the model's
+            vocabulary, a model of another depth or width than before, another model at a
+            step that was measured, and weights that are spread over processes.
 
     Example:
         >>> Layer = torch.nn.TransformerEncoderLayer
@@ -94,6 +94,11 @@ class CouplingCallback(TrainerCallback):
             raise ValueError("`prompts` is empty: wanted at least one")
         for number, prompt in enumerate(self.prompts):
             _check_holds_tokens(len(prompt), number)
+        different = DifferentPrompts("prompts")
+        for prompt in self.prompts:
+            is_text = isinstance(prompt, str)
+            facts = {"prompt": prompt} if is_text else {"tokens": list(prompt)}
+            different.add(facts, str(prompt))
         self.every = every
         self.ks = sorted({k} if isinstance(k, int) else set(k))
         if not self.ks:
@@ -140,6 +145,8 @@ class CouplingCallback(TrainerCallback):
         start = time.perf_counter()
         measured: list[CouplingOfStep] = []
         losses: list[float] = []
+        # Two texts may be one prompt to the model.
+        different = DifferentPrompts("prompts")
         for number, prompt in enumerate(self.prompts):
             ids = self._ids(prompt, number, device)
             outputs: list[Any] = []
@@ -151,6 +158,7 @@ class CouplingCallback(TrainerCallback):
                     outputs.append(model(ids))
 
             measured.append(measure(blocks, run, self.ks[-1]))
+            different.add_traced(measured[-1].trace, str(prompt))
             losses.append(_loss(outputs[0], ids))
         self._check_same_run(measured[0])
         self._datasets[step] = self._dataset_of_step(measured, losses)

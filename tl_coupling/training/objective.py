@@ -77,11 +77,11 @@ def coupling(
         chunk_size: rows of a Jacobian that are computed at a time; all by default.
 
     Raises:
-        ValueError: fewer than two blocks, a k or position out of range, a run that does
-            not call each block once, on one input and on the stream that the one before
-            gave, a block that normalises the stream by something else than a module
-            that is called on it, or weights that are spread over processes (FSDP,
-            DeepSpeed's ZeRO-3).
+        ValueError: fewer than two blocks, a k or position out of range, a position
+            twice, a run that does not call each block once, on one input and on the
+            stream that the one before gave, a stream that is not finite, a block that
+            normalises the stream by something else than a module that is called on it,
+            or weights that are spread over processes (FSDP, DeepSpeed's ZeRO-3).
         StepError: a block that adds something else when it is called again.
         TypeError: a model in 16 bits.
 
@@ -136,9 +136,9 @@ def jacobians(
         function: as in `block_jacobian`.
 
     Raises:
-        ValueError: no blocks, a position out of range, or a run that does not call each
-            block once, on one input and on the stream that the one before gave;
-            "branches" as in `block_jacobian`.
+        ValueError: no blocks, a position out of range or twice, a run that does not call
+            each block once, on one input and on the stream that the one before gave, a
+            stream that is not finite; "branches" as in `block_jacobian`.
         StepError: a block that adds something else when it is called again.
 
     Cost: as `coupling`.
@@ -164,9 +164,14 @@ def jacobians(
             with torch.no_grad():
                 functions = [block.branches() for block in functions]
         n_pos = len(functions[0].X)
+        tokens = [_index(position, n_pos) for position in positions]
+        if len(set(tokens)) < len(tokens):
+            raise ValueError(
+                f"`positions` must name each token once, got {list(positions)}: one that "
+                "is there twice would count as two"
+            )
         of_positions = []
-        for position in positions:
-            t = _index(position, n_pos)
+        for t in tokens:
             of_blocks = [_jacobian(block, t, chunk_size) for block in functions]
             of_positions.append(torch.stack(of_blocks))
         return torch.stack(of_positions)
@@ -276,7 +281,8 @@ def _check_step(block: BlockFunction, t: int, y: Float[Tensor, " d_model"]) -> N
     largest = (
         _SHARE_OF_STEP * step.norm() + _SHARE_OF_STREAM * block.X[t].detach().norm()
     )
-    if (y - step).norm() > largest:
+    # Written so that NaN is no step either.
+    if not (y - step).norm() <= largest:
         raise StepError(
             f"block {block.layer}, called again, adds something else at token {t} than "
             "when `run` called it: it draws random numbers in eval mode, or keeps a "

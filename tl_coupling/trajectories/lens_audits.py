@@ -2,26 +2,30 @@
 how well its matrices are known.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from scipy import stats
 from torch import Tensor
 
-from tl_coupling.arguments import checked, made_by
+from tl_coupling.arguments import checked, described, made_by
 from tl_coupling.blocks import Trace
 from tl_coupling.models import JacobianLens, check_takes_lens, described_for_lens
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved, tidy_table
+from tl_coupling.results import DifferentPrompts, Saved, tidy_table
 from tl_coupling.trajectories.lenses import (
     SEVERAL_TRACES,
     LensEstimate,
+    check_matrices_of,
     checked_trace,
+    metadata_of,
 )
 
 if TYPE_CHECKING:
@@ -121,12 +125,16 @@ class LensAudit(Saved):
         For prompts that are not the lens's, what it exceeds at any layer in one audit of
         a thousand: `expected_distance` times the root of a quantile of the F
         distribution with D and D (n - 1) degrees of freedom, D being `n_directions`.
-        Infinite where that is NaN. For the lens's own prompts, 2 % and rounding.
+        Infinite where that is NaN and prompts lie apart. For the lens's own prompts, 2 %
+        and rounding.
         """
         if self.of_its_prompts:
             return torch.full_like(self.expected_distance, _UNEXPLAINED + _ROUNDING)
         quantile = _quantile(self.n_directions, len(self.distance), upper=True)
-        return quantile.sqrt() * self.expected_distance + _ROUNDING
+        farthest = quantile.sqrt() * self.expected_distance
+        # Prompts that do not lie apart at all tell, and leave nothing but rounding.
+        lies_apart = self.expected_distance != 0
+        return farthest.where(lies_apart, 0.0) + _ROUNDING
 
     @property
     def detectable(self) -> Float[Tensor, " n_maps"]:
@@ -155,36 +163,45 @@ class LensAudit(Saved):
     def faults(self) -> tuple[str, ...]:
         """What speaks against the lens, a clause each; empty if nothing does."""
         found = list(self.facts_that_differ)
+        # Of NaN every comparison below would say that nothing is wrong.
+        is_unknown = self._is_unknown()
+        if unknown := self._layers_where(is_unknown):
+            found.append(
+                f"how far it lies from these prompts' Jacobians is not known at {unknown} "
+                "(NaN)"
+            )
         n_prompts = len(self.prompt_weights)
         n_used = int((self.prompt_weights > 0.5 / n_prompts).sum())
         # A quarter of what a lens of other prompts would leave.
         of_others = float(self.spread[0]) / math.sqrt(self.lens_n_prompts)
         is_of_these = self.unexplained < min(_UNEXPLAINED, of_others / 4)
         is_of_fewer = n_used < min(n_prompts, self.lens_n_prompts)
-        far = self._layers_where(self.distance_from_mean > self.farthest)
+        is_far = ~is_unknown & (self.distance_from_mean > self.farthest)
+        far = self._layers_where(is_far)
         if is_of_these and is_of_fewer:
             found.append(
                 f"it is made of {n_used} of these {n_prompts} prompts, and says "
                 f"{self.lens_n_prompts}"
             )
         elif far and self.of_its_prompts:
-            most = float(self.distance_from_mean.max())
+            most = float(self.distance_from_mean[is_far].max())
             found.append(
                 f"at {far} up to {most:.1%} of it is not in the mean of its own prompts "
                 "(other weights, another rotary embedding, other tokens, or a fit in low "
                 "precision)"
             )
         elif far:
-            ratio = float((self.distance_from_mean / self.expected_distance).max())
+            ratios = self.distance_from_mean / self.expected_distance
+            ratio = float(ratios[is_far].max())
             found.append(
                 f"at {far} it lies up to {ratio:.1f} times as far from these prompts' "
                 "Jacobians as is expected, which a right lens does in one audit of a "
                 "thousand (other weights, another rotary embedding, other text, or fewer "
                 "prompts than it says: they are not told apart)"
             )
-        few = self._layers_where(self.needed_prompts > self.lens_n_prompts)
-        if few:
-            most = float(self.needed_prompts.max())
+        is_few = ~is_unknown & (self.needed_prompts > self.lens_n_prompts)
+        if few := self._layers_where(is_few):
+            most = float(self.needed_prompts[is_few].max())
             number = f"up to {most:.0f}"
             if math.isinf(most):
                 number = f"more than {n_prompts} audited ones can tell"
@@ -247,6 +264,14 @@ class LensAudit(Saved):
         return (
             f"{len(self.layers)} layers, {len(self.distance)} prompts; {self.verdict}"
         )
+
+    def _is_unknown(self) -> Bool[Tensor, " n_maps"]:
+        """Say at which layers a number that the verdict hangs on is NaN."""
+        numbers = (self.needed_prompts, self.distance_from_mean, self.farthest)
+        is_unknown = torch.stack(numbers).isnan().any(0)
+        # What the first layer is made of says it of the whole lens.
+        weights = torch.tensor(self.unexplained).isnan() | self.prompt_weights.isnan()
+        return is_unknown | weights.any()
 
     def _layers_where(self, is_meant: Tensor) -> str:
         """Return the layers of a mask in words, "" for none."""
@@ -317,7 +342,7 @@ def lens_audit(
         progress: as in `product_lens`.
 
     Raises:
-        ValueError: fewer than two traces, or not as many as the lens has with
+        ValueError: fewer than two traces, a prompt twice, or not as many as the lens has with
             `of_its_prompts=True`; accuracy not in (0, 1]; a lens of another width,
             without a layer of the model, or that does not say how many prompts it has;
             and as `product_lens`.
@@ -336,6 +361,11 @@ def lens_audit(
     """
     if not 0 < accuracy <= 1:
         raise ValueError(f"`accuracy` must lie in (0, 1], got {accuracy}")
+    if not isinstance(lens.n_prompts, Integral):
+        raise TypeError(
+            "`lens.n_prompts` must be a whole number, how many prompts it was fitted on, "
+            f"got {described(lens.n_prompts)}"
+        )
     if lens.n_prompts < 1:
         raise ValueError(
             "`lens.n_prompts` must be at least 1, and without it nothing is expected of a "
@@ -344,8 +374,10 @@ def lens_audit(
     estimate = LensEstimate.of_lens(lens)
     prompts: list[Tensor] = []
     first: Trace | None = None
+    different = DifferentPrompts("traces")
     for item in with_progress(traces, progress, "prompts"):
         trace = checked_trace(item, first)
+        different.add_traced(trace)
         if first is None:
             check_takes_lens(trace.model, trace.d_model)
             matrices = _matrices(lens, trace)
@@ -385,7 +417,9 @@ def lens_audit(
         provenance={
             **first.provenance,
             "estimator": estimate.metadata(),
-            "lens": {str(name): fact for name, fact in lens.metadata.items()},
+            "lens": {
+                str(name): _as_json(fact) for name, fact in metadata_of(lens).items()
+            },
         },
     )
 
@@ -402,8 +436,18 @@ def _matrices(
             f"0 to {wanted[-1]} of this model, got width {lens.d_model} and layers "
             f"{sorted(lens.jacobians)}"
         )
+    check_matrices_of(lens, trace.d_model)
     matrices = torch.stack([lens.jacobians[layer] for layer in wanted])
     return matrices.double().to(trace.blocks[0].X.device)
+
+
+def _as_json(fact: object) -> object:
+    """Return a fact as it is, or as text where JSON has no form for it."""
+    try:
+        json.dumps(fact)
+    except (TypeError, ValueError, RecursionError):
+        return described(fact)
+    return fact
 
 
 def _numbers(
@@ -424,8 +468,9 @@ def _numbers(
         variance = gram.trace() / (n - 1)
         # The mean of n prompts is longer than that of all there are: it has their noise.
         size_of_all = (size.square() - variance / n).clamp_min(0).sqrt()
-        # Zero by zero: prompts without any matrix, which do not lie apart.
-        spread = (variance.sqrt() / size_of_all).nan_to_num(nan=0.0, posinf=torch.inf)
+        spread = variance.sqrt() / size_of_all
+        # Prompts without any matrix, zero by zero, do not lie apart.
+        spread = spread.where(variance != 0, 0.0)
         numbers = {
             "halves": (P[::2].mean(0) - P[1::2].mean(0)).norm() / size,
             "spread": spread,
@@ -491,7 +536,7 @@ def _combination(
     """Return the weights of prompts closest to the lens, and the share that is left."""
     P = prompts.to(L).flatten(1)
     lens = L.flatten()
-    # Prompts that are given twice share their weight.
+    # Prompts whose matrices are dependent share their weight.
     weights = torch.linalg.pinv(P @ P.mT, rtol=1e-9, hermitian=True) @ (P @ lens)
     left = lens - weights @ P
     return weights, float(left.norm() / lens.norm())
@@ -523,6 +568,8 @@ def _compared_facts(lens: JacobianLens, trace: Trace) -> tuple[list[str], list[s
         differing.append(" ".join(str(error).split()))
     own_versions = trace.provenance.get("versions", {})
     versions = lens.metadata.get("versions", {})
+    if not isinstance(versions, Mapping):
+        versions = {}
     remarks += [
         f"it was made with {package} {version}, here is {own_versions.get(package)}"
         for package, version in versions.items()

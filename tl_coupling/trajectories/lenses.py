@@ -1,14 +1,15 @@
 """How blocks act together, as a lens that TransformerLens reads."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import Text, at_least, checked
+from tl_coupling.arguments import Text, at_least, checked, described
 from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import block_jacobians, pulled_back
 from tl_coupling.models import (
@@ -18,6 +19,7 @@ from tl_coupling.models import (
     jacobian_lens,
 )
 from tl_coupling.progress import Progress, with_progress
+from tl_coupling.results import DifferentPrompts
 
 # In a lens's metadata: TransformerLens merges lenses of one estimator only.
 ESTIMATOR = "tl_coupling.product_of_blocks"
@@ -92,9 +94,9 @@ def product_lens(
             a terminal or notebook; `False` for none.
 
     Raises:
-        ValueError: no trace, or none that is long enough; one with `final_norm`, of
-            another model, of a model of one block, or of one whose tokens act on
-            earlier ones; a negative `skip_first_positions`; and what TransformerLens
+        ValueError: no trace, a prompt twice, or none that is long enough; one with
+            `final_norm`, of another model, of a model of one block, or of one whose
+            tokens act on earlier ones; a negative `skip_first_positions`; and what TransformerLens
             says of models that its lens does not read.
         TypeError: something that is not a trace, or not of a `TransformerBridge`.
 
@@ -116,8 +118,10 @@ def product_lens(
     total: Tensor | None = None
     first: Trace | None = None
     n_prompts = 0
+    different = DifferentPrompts("traces")
     for item in with_progress(traces, progress, "prompts"):
         trace = checked_trace(item, first)
+        different.add_traced(trace)
         if first is None:
             check_takes_lens(trace.model, trace.d_model)
             first = trace
@@ -160,17 +164,27 @@ class LensEstimate(NamedTuple):
         """Return what a lens says that it is the mean of; by default what `fit` makes.
 
         Raises:
-            ValueError: it is of an estimator that is not known here.
+            ValueError: it is of an estimator that is not known here, or does not say
+                what it left out.
+            TypeError: its metadata are no mapping.
         """
-        estimator = lens.metadata.get("estimator", LATER_ESTIMATOR)
+        metadata = metadata_of(lens)
+        estimator = metadata.get("estimator", LATER_ESTIMATOR)
         if estimator == ESTIMATOR:
-            return cls("same", lens.metadata["position"], SKIPPED)
+            return cls("same", _whole_number(metadata, "position"), SKIPPED)
         if estimator != LATER_ESTIMATOR:
             raise ValueError(
                 f"`lens` must be of the estimators {ESTIMATOR!r} or "
                 f"{LATER_ESTIMATOR!r}, got {estimator!r}"
             )
-        return cls("later", -1, lens.metadata.get("skip_first_positions", SKIPPED))
+        default = {"skip_first_positions": SKIPPED}
+        skipped = _whole_number({**default, **metadata}, "skip_first_positions")
+        if skipped < 0:
+            raise ValueError(
+                '`lens.metadata["skip_first_positions"]` must be at least 0, got '
+                f"{skipped}"
+            )
+        return cls("later", -1, skipped)
 
     def has_tokens(self, trace: Trace) -> bool:
         """Say whether a prompt is long enough."""
@@ -214,11 +228,60 @@ def _effects_on_later(
     return means
 
 
+def metadata_of(lens: JacobianLens) -> Mapping[str, Any]:
+    """Return what a lens says of itself; raise TypeError unless it is a mapping."""
+    if not isinstance(lens.metadata, Mapping):
+        raise TypeError(
+            "`lens.metadata` must be a mapping from names to facts, got "
+            f"{described(lens.metadata)}: an empty one says nothing"
+        )
+    return lens.metadata
+
+
+def _whole_number(metadata: Mapping[str, Any], name: str) -> int:
+    """Return a fact that is a whole number; raise ValueError for any other."""
+    fact = metadata.get(name)
+    if not isinstance(fact, Integral) or isinstance(fact, bool):
+        raise ValueError(
+            f"`lens.metadata[{name!r}]` must be a whole number, got {described(fact)}"
+        )
+    return int(fact)
+
+
+def check_matrices_of(lens: JacobianLens, d_model: int) -> None:
+    """Raise unless every matrix of a lens is `[d_model d_model]`, of finite numbers.
+
+    Raises:
+        TypeError: something that is no dense tensor of real numbers.
+        ValueError: a matrix of another shape, or with NaN or infinite entries.
+    """
+    for layer, matrix in lens.jacobians.items():
+        name = f"`lens.jacobians[{layer!r}]`"
+        is_dense = isinstance(matrix, Tensor) and matrix.layout is torch.strided
+        if not is_dense or matrix.is_complex():
+            raise TypeError(
+                f"{name} must be a dense tensor of real numbers, got "
+                f"{described(matrix)}"
+            )
+        if matrix.shape != (d_model, d_model):
+            raise ValueError(
+                f"{name} must be as wide as the model, [{d_model} {d_model}], got "
+                f"{list(matrix.shape)}"
+            )
+        if not bool(matrix.isfinite().all()):
+            raise ValueError(
+                f"{name} has NaN or infinite entries: a lens maps the stream by it"
+            )
+
+
 def check_lens(lens: JacobianLens, trace: Trace) -> None:
     """Raise ValueError or TypeError unless a lens is of the model of a trace."""
+    # Read by TransformerLens too.
+    metadata = metadata_of(lens)
     lens.validate_model(trace.model)
+    check_matrices_of(lens, trace.d_model)
     # A lens that TransformerLens fitted says none.
-    digest = lens.metadata.get("weights_digest")
+    digest = metadata.get("weights_digest")
     if digest not in (None, trace.provenance.get("weights_digest")):
         raise ValueError(
             "`lens` is of a model of the same name with other weights: make it of the "

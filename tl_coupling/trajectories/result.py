@@ -152,8 +152,7 @@ class TrajectoryResult(Saved):
 
     def _summary(self) -> str:
         means = ", ".join(
-            f"{name} {float(getattr(self, name).nanmean()):.3f}"
-            for name in _TOKEN_MEASURES
+            _mean_in_words(name, getattr(self, name)) for name in _TOKEN_MEASURES
         )
         parts = [name for name in _PARTS if getattr(self, name) is not None]
         contents = " and ".join(parts) or "shapes alone"
@@ -185,6 +184,13 @@ def _inverse_fits(linear: Linearisation) -> dict[str, tuple[list[str], np.ndarra
         f"inverse_singular_value_{name}": (["i"], values.cpu().numpy())
         for name, values in vars(fit).items()
     }
+
+
+def _mean_in_words(name: str, values: Float[Tensor, "..."]) -> str:
+    """Return the mean over tokens, and of how many it is not known."""
+    n_undefined = int(values.isnan().sum())
+    undefined = f" (NaN of {n_undefined})" if n_undefined else ""
+    return f"{name} {float(values.nanmean()):.3f}{undefined}"
 
 
 @checked

@@ -140,3 +140,22 @@ def test_task_means_of_a_few_sizes_are_drawn_in_their_colours_and_shapes():
     assert named[-1] == "untrained"
     beside = [text.get_text() for text in ax.texts]
     assert beside[:3] == ["m0 main", "m0 untrained", "m1 main"]
+
+
+def test_infinity_is_no_number_that_is_missing():
+    """NaN is left out, as what was not measured; infinity was left out with it."""
+    x = 0.2 + 0.1 * np.random.default_rng(0).standard_normal((8, 5))
+    y = np.arange(8.0)
+    for values, places in ((x, (2, 3)), (y, (2,))):
+        original = values[places]
+        values[places] = np.inf
+        with pytest.raises(ValueError, match="has a value of inf in size"):
+            tlc.generalization.bootstrap(x, y, n_resamples=20)
+        values[places] = original
+    x[0, 0] = np.inf
+    for measure in (task_means, tlc.generalization.prompt_correlations):
+        options = {} if measure is task_means else {"against": "n_pos"}
+        with pytest.raises(
+            ValueError, match="holds infinite numbers, in mean_coupling"
+        ):
+            measure(survey(x), k=5, **options)

@@ -2,6 +2,7 @@
 resampling them, and what is said.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -19,12 +20,14 @@ from tl_coupling.statistics.fits import (
 from tl_coupling.studies.generalization import (
     bootstrap,
     generalization_study,
+    leaving_out,
     linear_fit,
 )
 from tl_coupling.studies.generalization.leaving_out import (
     leave_one_family_out,
     leave_one_out,
 )
+from tl_coupling.studies.generalization.study_remarks import is_by_outcome
 from tl_coupling.studies.plots.generalization import (
     plot_forest,
     plot_generalization,
@@ -224,6 +227,35 @@ def test_without_each_family():
         leave_one_family_out(
             table[2:6].assign(family=[*"aabc"]), "x", "y", families="family"
         )
+
+
+@pytest.mark.parametrize("unknown", [[], ["a"], ["f"], ["a", "f"]])
+def test_a_model_without_a_score_hides_no_choice_by_it(unknown):
+    """NaN is neither above nor below the others' scores."""
+    table = pandas.DataFrame({"score": [1.0, 2, 3, 4, 5, 6]}, index=[*"abcdef"])
+    table.loc[unknown, "score"] = np.nan
+    chosen = table.index.isin([*"def"])
+    assert is_by_outcome(table, {"score"}, chosen)
+    mixed = table.index.isin([*"bce"])
+    assert not is_by_outcome(table, {"score"}, mixed)
+    nothing_known = table.assign(score=np.nan)
+    assert not is_by_outcome(nothing_known, {"score"}, chosen)
+
+
+def test_a_fit_whose_p_is_not_known_is_significant_no_more(monkeypatch):
+    """NaN is not above the level, and was taken for a p below it."""
+    x = np.arange(8.0)
+    noise = np.random.default_rng(0).normal(size=8)
+    names = [*"abcdefgh"]
+    table = pandas.DataFrame({"model": names, "x": x, "y": x + 0.1 * noise})
+
+    def without_b_unknown(table, *args, **options):
+        fit = linear_fit(table, *args, **options)
+        is_without_b = "b" not in set(table["model"])
+        return dataclasses.replace(fit, p=np.nan) if is_without_b else fit
+
+    monkeypatch.setattr(leaving_out, "linear_fit", without_b_unknown)
+    assert leave_one_out(table, "x", "y").not_significant == ("b",)
 
 
 def test_one_family_carries_the_claim():

@@ -125,8 +125,8 @@ def _leave_each_out(
     r_squared = reduced_fits["r_squared"].to_numpy()
     changes = abs(r_squared - line.r_squared)
     has_other_sign = np.sign(reduced_fits["slope"]) != np.sign(line.slope)
-    # Only what was significant with all can lose it.
-    loses_significance = (reduced_fits["p"] > ALPHA) & (line.p <= ALPHA)
+    # Only what was significant with all can lose it; where p is not known (NaN) it has.
+    loses_significance = ~(reduced_fits["p"] <= ALPHA) & (line.p <= ALPHA)
     return LeaveOneOut(
         table=pandas.concat([pandas.DataFrame(columns, index), reduced_fits], axis=1),
         most_influential=names[int(changes.argmax())],

@@ -440,6 +440,12 @@ def prompt_table(
             f"the survey holds no {measure} of any model on any prompt: "
             "measure some first"
         )
+    # What was not measured is NaN, and left out.
+    infinite = [name for name in renamed if np.isinf(survey_at_k[renamed[name]]).any()]
+    if infinite:
+        raise ValueError(
+            f"the survey holds infinite numbers, in {', '.join(infinite)}: measure again"
+        )
     return stack_rows(survey_at_k, data)
 
 

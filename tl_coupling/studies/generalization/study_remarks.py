@@ -248,6 +248,11 @@ def is_by_outcome(
 
 
 def _is_cut(member_scores: np.ndarray, nonmember_scores: np.ndarray) -> bool:
+    # A model without a score (NaN) would be neither above nor below.
+    member_scores = member_scores[~np.isnan(member_scores)]
+    nonmember_scores = nonmember_scores[~np.isnan(nonmember_scores)]
+    if not len(member_scores) or not len(nonmember_scores):
+        return False
     is_above = member_scores.min() > nonmember_scores.max()
     is_below = member_scores.max() < nonmember_scores.min()
     return bool(is_above or is_below)

@@ -21,6 +21,7 @@ from tl_coupling.measures import (
     null_name,
 )
 from tl_coupling.models import missing_head
+from tl_coupling.results import INPUT_DIGEST
 from tl_coupling.studies.surveys.settings import Settings
 from tl_coupling.trajectories import (
     entropy_by_depth,
@@ -45,6 +46,7 @@ _PROMPT_ENTRIES = {
     "image",
     "tokens",
     "str_tokens",
+    INPUT_DIGEST,
     "paths",
     "position",
     "remarks",
