@@ -304,3 +304,13 @@ def test_a_name_is_a_prompt_where_nothing_else_is_known() -> None:
     with pytest.raises(ValueError, match=TWICE + "'first' and 'second'"):
         different.add({"prompt": "a"}, "second")
     assert len(different) == 4
+
+
+def test_what_a_model_is_called_with_beside_a_prompt_is_of_the_prompt(model) -> None:
+    ids = torch.tensor([tiny.TOKENS[:4]])
+    plain = tlc.trace(model, {"input_ids": ids})
+    shifted = {"input_ids": ids, "position_ids": torch.tensor([[0, 2, 4, 6]])}
+    maps = [tlc.depth_coupling(t, K) for t in (plain, tlc.trace(model, shifted))]
+    assert tlc.mean_of_maps(maps).n_prompts == 2
+    with pytest.raises(ValueError, match=TWICE):
+        tlc.mean_of_maps([maps[1], tlc.depth_coupling(tlc.trace(model, shifted), K)])

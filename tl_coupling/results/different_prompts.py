@@ -1,6 +1,7 @@
 """Prompts that must differ, and what their provenances have in common."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,8 +19,8 @@ class DifferentPrompts:
     over prompts would be too narrow.
 
     A prompt is told by its tokens, or its pixels, and by a digest of what entered the
-    first block, whatever it is called. Only where none of these is known, its text or
-    the name of its image tells.
+    first block, each with what else the model was called with. Its name does not count:
+    only where none of these is known, its text or the name of its image tells.
 
     `argument` holds the prompts, for errors.
     """
@@ -116,6 +117,8 @@ def _identities(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     # Two images may have one name, and two lists of tokens one text.
     called = {"text": facts.get("prompt"), "image": image.get("name")}
     is_known = any(value is not None for value in content.values())
+    # What a model is called with beside a prompt (its `position_ids`) is of the prompt.
+    beside = json.dumps(facts.get("inputs"), sort_keys=True, default=str)
     for kind, value in (content if is_known else called).items():
         if value is not None:
-            yield kind, value
+            yield kind, (value, beside)
