@@ -38,6 +38,11 @@ FACTORIES |= {
 }
 # Calls that name no device, for a reason.
 ON_THE_CPU = {
+    # What a model is given, which is moved to it.
+    "torch.as_tensor(batch[input_name])": "a prompt",
+    "torch.as_tensor(value)": "an input beside it",
+    "torch.tensor([ids[:_N_TOKENS]])": "token ids",
+    "torch.eye(len(J), dtype=torch.float64)": "beside a matrix that was moved to the CPU",
     # Directions: their sums over prompts and their draws are on the CPU.
     "torch.tensor(is_matched)": "moved where it is used",
     "torch.tensor(token_ids)": "indices of a table",

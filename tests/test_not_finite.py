@@ -70,6 +70,7 @@ MISSING_IS_NAN = {
     "tl_coupling.generalization.bootstrap": "a model that was not measured",
     "tl_coupling.generalization.prompt_correlations": "a prompt that was not measured",
     "tl_coupling.generalization.task_means": "a prompt that was not measured",
+    "tl_coupling.statistics.linear_fit": "a model that lacks a value, which n says",
 }
 # Of numbers that a picture is drawn of, how many are planted.
 MOST_PICTURES = 12

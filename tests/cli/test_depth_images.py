@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import tl_coupling as tlc
 from vision_models import png_header
@@ -43,17 +44,22 @@ def test_depth_measures_the_class_token(
 
 
 def test_depth_of_many_images(call, folder_vit: Path, tmp_path: Path) -> None:
+    with Image.open(folder_vit / "image.png") as image:
+        image.transpose(Image.Transpose.ROTATE_90).save(folder_vit / "turned.png")
     file = folder_vit / "images.jsonl"
     file.write_text(
-        '{"id": "a", "image": "image.png"}\n{"id": "b", "image": "image.png"}\n'
+        '{"id": "a", "image": "image.png"}\n{"id": "b", "image": "turned.png"}\n'
     )
     call("depth", model=folder_vit, prompts=file, k=4, out=tmp_path / "out")
-    trace = tlc.trace(tlc.load_model(str(folder_vit)), folder_vit / "image.png")
-    expected = pytest.approx(tlc.depth_coupling(trace, 4, position=0).mean(), abs=1e-5)
-    assert summary(tmp_path)["mean"]["trained"] == {
-        "a": {"4": expected},
-        "b": {"4": expected},
-    }
+    model = tlc.load_model(str(folder_vit))
+    means = {}
+    for name, image in {"a": "image.png", "b": "turned.png"}.items():
+        trace = tlc.trace(model, folder_vit / image)
+        mean = tlc.depth_coupling(trace, 4, position=0).mean()
+        means[name] = {"4": pytest.approx(mean, abs=1e-5)}
+    assert summary(tmp_path)["mean"]["trained"] == means
+    file.write_text(file.read_text().replace("turned.png", "image.png"))
+    call("depth", model=folder_vit, prompts=file, k=4, out=tmp_path, status=2)
 
 
 @pytest.mark.long("runs several commands")

@@ -26,8 +26,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     rows = [
-        {"id": f"{t}-{i}", "task": t, "prompt": f"w{i} w{i + 3} w7 w{2 * i}"}
-        for t in TASKS
+        {"id": f"{t}-{i}", "task": t, "prompt": f"w{i} w{i + 3} w{n} w{2 * i}"}
+        for n, t in enumerate(TASKS, 7)
         for i in range(4)
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows))

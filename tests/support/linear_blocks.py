@@ -9,6 +9,13 @@ from tl_coupling.blocks import BlockCall, BlockFunction, Trace
 D, L, N_POS = 6, 4, 3
 
 
+class Affine(nn.Linear):
+    """A block that adds an affine map of the stream to it."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        return X + super().forward(X)
+
+
 def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) -> Trace:
     """Return a trace of a model whose block `l` adds `A[layer] x + b[l]` to every
     token, and nothing else.
@@ -17,8 +24,8 @@ def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) ->
     stream, blocks = [X], []
     for layer, matrix in enumerate(A):
         d = len(matrix)
-        module = nn.Linear(d, d, dtype=A.dtype)
-        module.weight.data = torch.eye(d, dtype=A.dtype) + matrix
+        module = Affine(d, d, dtype=A.dtype)
+        module.weight.data = matrix
         module.bias.data = torch.zeros(d, dtype=A.dtype) if b is None else b[layer]
         call = BlockCall(module, {}, None, False, -2)
         stream.append(module(stream[-1]).detach())

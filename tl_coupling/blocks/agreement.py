@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import (
     exact_arithmetic,
@@ -145,7 +146,7 @@ class _BesideItsModel:
             outputs.append(output)
 
         own_model = self._made_of.own_model
-        with own_model.register_forward_hook(note):
+        with shared_changes(own_model.register_forward_hook(note)):
             own_pass = recorded_pass(own_model, self._input, self._dtype, to_end=True)
         logits = getattr(outputs[-1], "logits", None)
         return own_pass, logits if isinstance(logits, Tensor) else None

@@ -134,8 +134,7 @@ def exact_arithmetic(
             if dtype is not None:
                 # What is made within torch.func ends with it; weights do not.
                 with temporarily_clear_interpreter_stack():
-                    changes = list(_computing_in(modules, dtype))
-                stack.enter_context(attributes_set(changes))
+                    stack.enter_context(attributes_set(_computing_in(modules, dtype)))
                 stack.enter_context(defaults_of_model(None, dtype))
             _entered.append(state)
             undo.callback(_entered.pop)

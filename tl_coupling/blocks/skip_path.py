@@ -11,7 +11,6 @@ which factor it is added to the same entry of what leaves.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.calls import BlockCall, hidden_states
 from tl_coupling.blocks.stream_norms import FAR, StreamNorms, stays_small
 
@@ -77,7 +77,10 @@ class FarOut(NamedTuple):
         error = (output - stream).norm(dim=1)
         is_same = error <= _WHOLE * stream.norm(dim=1)
         share = (output * stream).sum() / stream.square().sum()
-        return cls(stays_small(output, stream / FAR), bool(is_same.all()), float(share))
+        is_small = stays_small(output, stream / FAR)
+        # One reading, for which a device waits once.
+        numbers = torch.stack([is_small, is_same.all(), share]).tolist()
+        return cls(bool(numbers[0]), bool(numbers[1]), numbers[2])
 
 
 def far_stream(X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
@@ -114,12 +117,12 @@ def _followed_shares(
     factors: "_Factors",
 ) -> Float[Tensor, " n_pos"]:
     factors.note(X, torch.ones_like(X))
-    with ExitStack() as stack:
+    with shared_changes() as hooks:
         for norm in () if norms is None else norms.calls:
             hook = norm.module.register_forward_hook(factors.pass_through)
-            stack.enter_context(hook)
-        stack.enter_context(factors)
-        leaving = call(X)
+            hooks.enter_context(hook)
+        with factors:
+            leaving = call(X)
     factor = factors.of(leaving)
     if factor is None:
         return X.new_zeros(len(X))

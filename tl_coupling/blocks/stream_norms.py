@@ -20,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import shared_changes
@@ -151,9 +151,9 @@ def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
     return bool(output_at(scale).norm() <= _KEPT * scale * x.norm())
 
 
-def stays_small(far_output: Tensor, x: Tensor) -> bool:
+def stays_small(far_output: Tensor, x: Tensor) -> Bool[Tensor, ""]:
     """Say whether what a function makes of x, moved far out, is not far out."""
-    return bool(x.any() & (far_output.norm() <= _LARGEST * x.norm()))
+    return x.any() & (far_output.norm() <= _LARGEST * x.norm())
 
 
 def _moved_out(

@@ -6,9 +6,9 @@ is measured.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.arguments import cached_property, shared_changes
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.module_state import left_as_found
 
@@ -161,7 +162,7 @@ class OwnModel(nn.Module):
         Raises:
             ValueError: another hook point.
         """
-        with ExitStack() as handles:
+        with shared_changes() as handles:
             for name, function in fwd_hooks:
                 match = _HOOK_POINT.fullmatch(name)
                 if match is None:
@@ -217,7 +218,7 @@ class OwnModel(nn.Module):
             first_rows.append(stream[0, 0].detach().clone())
 
         ids = self._some_ids()
-        with self.blocks[-1].register_forward_hook(note):
+        with shared_changes(self.blocks[-1].register_forward_hook(note)):
             self._try_out(ids)
             self._try_out(torch.cat([ids[:, :1], ids[:, 1:].flip(1)], dim=1))
         first, second = first_rows
@@ -245,7 +246,7 @@ class OwnModel(nn.Module):
                 norms.append(module)
 
         within = {part for block in self.blocks for part in block.modules()}
-        with ExitStack() as hooks:
+        with shared_changes() as hooks:
             hooks.enter_context(self.blocks[-1].register_forward_hook(left))
             for module in self.original_model.modules():
                 if module not in within:
@@ -326,7 +327,7 @@ def residual_stack(model: nn.Module, run: Callable[[], object]) -> nn.ModuleList
         if tensors and isinstance(stream, Tensor):
             passed.setdefault(module, []).append(_Passed(tensors[0], stream))
 
-    with ExitStack() as hooks:
+    with shared_changes() as hooks:
         members = dict.fromkeys(member for part in lists.values() for member in part)
         for member in members:
             hook = member.register_forward_hook(note, with_kwargs=True)

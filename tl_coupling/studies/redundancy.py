@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -499,6 +499,8 @@ def _changed_streams(
     stream = [traced.residual[0]]
     last: dict[_Change, Tensor] = {}
     not_merged: dict[int, str] = {}
+    # While one of them is evaluated, its attributes are those of its call.
+    differences = [_difference(*pair) for pair in pairwise(traced.blocks)]
     for layer, block in enumerate(traced.blocks):
         # All streams go through a block together, so that a half-precision block is
         # upcast once.
@@ -512,7 +514,7 @@ def _changed_streams(
                 pair = layer - 1
                 previous = traced.blocks[pair]
                 last[_Change("swapped", pair)] = _swapped(previous, block, stream[pair])
-                reason = _difference(previous, block)
+                reason = differences[pair]
                 if reason is None:
                     last[_Change("merged", pair)] = _merged(
                         previous, block, stream[pair]

@@ -270,8 +270,9 @@ class LensAudit(Saved):
         numbers = (self.needed_prompts, self.distance_from_mean, self.farthest)
         is_unknown = torch.stack(numbers).isnan().any(0)
         # What the first layer is made of says it of the whole lens.
-        weights = torch.tensor(self.unexplained).isnan() | self.prompt_weights.isnan()
-        return is_unknown | weights.any()
+        is_known = not math.isnan(self.unexplained)
+        is_known &= not bool(self.prompt_weights.isnan().any())
+        return is_unknown | (not is_known)
 
     def _layers_where(self, is_meant: Tensor) -> str:
         """Return the layers of a mask in words, "" for none."""

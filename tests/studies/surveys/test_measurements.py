@@ -376,7 +376,8 @@ def test_prompts_that_are_too_long_are_named_before_any_is_measured(
         lambda *_, **__: pytest.fail("measured"),
     )
     many = [
-        tlc.Prompt(" ".join(["w3"] * (20 + 20 * (i % 2))), f"p{i}") for i in range(14)
+        tlc.Prompt(" ".join([f"w{i}"] * (20 + 20 * (i % 2))), f"p{i}")
+        for i in range(14)
     ]
     with pytest.raises(
         ValueError,

@@ -164,11 +164,11 @@ def resampled(
     if y.ndim == 1:
         # A score is the same on every prompt, whichever are drawn.
         y = np.broadcast_to(y[:, None], x.shape)
+    check_size(x, "`x`")
+    check_size(y, "`y`")
     has_both = _have_both(x, y)
     x = x[has_both]
     y = y[has_both]
-    check_size(x, "`x`")
-    check_size(y, "`y`")
     n_models, n_prompts = x.shape
     groups, n_families = _groups(
         n_models, None if families is None else families[has_both]
