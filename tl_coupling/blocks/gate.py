@@ -294,15 +294,15 @@ class CheckedBlock(EvaluatedBlock):
         errors = norms[4 : 4 + len(t1)]
         row_norms = norms[4 + len(t1) :]
         tolerance = TOLERANCE * (y_norm + _SHARE_OF_STREAM * stream_norm)
-        # As `_is_within`: of a stream that is infinite every error is within bounds.
-        agrees = [error <= tolerance < math.inf]
+        # As `_is_within`.
+        agrees = [error <= tolerance and error < math.inf]
         identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u_norm
         rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * math.hypot(*row_norms)
         for error, position in zip(errors, t1, strict=True):
             tolerance = TOLERANCE * row_norms[position] + rounding_tolerance
             if position == t2:
                 tolerance += identity_tolerance
-            agrees.append(error <= tolerance < math.inf)
+            agrees.append(error <= tolerance and error < math.inf)
         return all(agrees)
 
     def changed(self) -> StepError:
@@ -636,10 +636,10 @@ def _format_tokens(is_meant: Bool[Tensor, " n_pos"]) -> str:
 
 
 def _is_within(error: Tensor, tolerance: Tensor) -> Bool[Tensor, "..."]:
-    """Say where an error is within a tolerance, which must be finite: of a stream that is
-    infinite every error would be. NaN is within none.
+    """Say where an error is within a tolerance: none that is NaN or infinite is, also
+    where the tolerance is infinite.
     """
-    return (error <= tolerance) & tolerance.isfinite()
+    return (error <= tolerance) & error.isfinite()
 
 
 def _format_percent(difference: Tensor, step: Tensor, is_meant: Tensor) -> str:
