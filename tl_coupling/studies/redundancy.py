@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -350,13 +350,24 @@ def _dim_of(change: str) -> str:
 
 
 def check_redundancy(data: object) -> None:
-    """Raise ValueError unless `data` is what `layer_redundancy` returns."""
+    """Raise ValueError unless `data` is what `layer_redundancy` returns, and finite."""
     variables = {"loss", "block_influence", "coupling_of_pair", "coupling_with_others"}
     missing = variables - set(getattr(data, "data_vars", ()))
     if missing:
         raise ValueError(
             "wanted what `layer_redundancy` returns, "
             f"got data without {', '.join(sorted(missing))}"
+        )
+    # What was not measured is NaN, and left out.
+    measured: Any = data
+    infinite = [
+        name
+        for name in measured.data_vars
+        if np.isinf(measured[name].astype(float)).any()
+    ]
+    if infinite:
+        raise ValueError(
+            f"the data hold infinite numbers, in {', '.join(infinite)}: measure again"
         )
 
 

@@ -348,7 +348,7 @@ def movements(data: "xarray.Dataset") -> list[Moved]:
     for measure in MOVING:
         values = data[measure]
         if "layer" in values.dims:
-            values = values.mean("layer")
+            values = values.mean("layer", skipna=False)
         if "k" not in values.dims:
             rows += _moved(values, measure, None)
             continue

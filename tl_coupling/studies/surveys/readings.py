@@ -182,7 +182,7 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
     one). Columns: `model` and `checkpoint` where the data have them; `measure`,
     `orientation`, `pairs` of layers ("different" or "all"), `k`; `mean` and `spread`,
     over prompts, of the mean over pairs, and the mean `null`. Spread is NaN for one
-    prompt.
+    prompt. Pairs and prompts that were not measured are NaN in the data, and left out.
 
     Example:
         >>> settings = tlc.Settings(
