@@ -2,7 +2,6 @@
 refused: in memory and streamed, by call and by command.
 """
 
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import tiny
 import tl_coupling as tlc
+from other_folders import changed, refused
 
 pytestmark = pytest.mark.both_lines
 
@@ -39,44 +39,6 @@ CASES = [
     for architecture in ARCHITECTURES
     for memory in MEMORIES
 ]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Save a tiny model of an architecture, once."""
-    folders: dict[str, Path] = {}
-
-    def saved_once(architecture: str) -> Path:
-        if architecture not in folders:
-            folder = tmp_path_factory.mktemp(architecture)
-            tiny.huggingface_model(architecture).save_pretrained(folder)
-            tiny.save_tokenizer(folder)
-            folders[architecture] = folder
-        return folders[architecture]
-
-    return saved_once
-
-
-def changed(
-    source: Path, folder: Path, change: Callable[[State], State], **fields: object
-) -> Path:
-    """Return a copy of a folder with other tensors, and fields of its configuration."""
-    shutil.copytree(source, folder)
-    file = folder / "model.safetensors"
-    state = {key: tensor.clone() for key, tensor in change(load_file(file)).items()}
-    save_file(state, file, {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    return folder
-
-
-def refused(folder: Path, **options: object) -> str:
-    with pytest.raises(tlc.ModelError) as caught:
-        tlc.load_model(str(folder), **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 600
-    return message
 
 
 def with_one_more(state: State, draw: random.Random) -> State:

@@ -2,17 +2,16 @@
 where it says nothing by the tensors of the file.
 """
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import other_folders
 import tl_coupling as tlc
+from other_folders import changed
 
 pytestmark = pytest.mark.both_lines
 
@@ -76,22 +75,8 @@ def in_blocks(size: int) -> Any:
     return coded
 
 
-def written(source: Path, folder: Path, change: Any = None, **fields: object) -> Path:
-    shutil.copytree(source, folder)
-    if change is not None:
-        file = folder / "model.safetensors"
-        save_file(change(load_file(file)), file, {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    return folder
-
-
 def refused(folder: Path, **options: object) -> str:
-    with pytest.raises(tlc.ModelError) as caught:
-        tlc.load_model(str(folder), **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 600
+    message = other_folders.refused(folder, **options)
     assert "hub name" not in message
     return message
 
@@ -118,7 +103,7 @@ def refused(folder: Path, **options: object) -> str:
 def test_by_a_configuration(
     fields: dict[str, Any], name: str, memory: str, folder_model: Path, tmp_path: Path
 ) -> None:
-    folder = written(folder_model, tmp_path / "coded", **fields)
+    folder = changed(folder_model, tmp_path / "coded", **fields)
     message = refused(folder, memory=memory)
     assert f"{str(folder)!r} is quantised with {name}" in message
     assert message.endswith(f", which transformers does not dequantise: {FLOAT}")
@@ -137,7 +122,7 @@ def test_compressed_tensors_needs_its_package(
 
     monkeypatch.setattr(quantized.importlib.util, "find_spec", lambda _: None)
     config = {"quant_method": "compressed-tensors", "format": kind}
-    folder = written(folder_model, tmp_path / "coded", quantization_config=config)
+    folder = changed(folder_model, tmp_path / "coded", quantization_config=config)
     assert refused(folder, memory=memory) == (
         f"{str(folder)!r}, which is saved in compressed-tensors ({kind}), needs "
         "compressed_tensors, which is not installed: pip install compressed-tensors, "
@@ -159,7 +144,7 @@ def test_compressed_tensors_needs_its_package(
 def test_by_the_tensors(
     change: Any, name: str, memory: str, folder_model: Path, tmp_path: Path
 ) -> None:
-    message = refused(written(folder_model, tmp_path / "coded", change), memory=memory)
+    message = refused(changed(folder_model, tmp_path / "coded", change), memory=memory)
     assert f"in place of floating point, which looks like {name}: model.l" in message
     assert "its configuration has no `quantization_config` that says" in message
     assert message.endswith(FLOAT)
@@ -188,11 +173,11 @@ def test_a_configuration_that_transformers_does_not_read(
     folder_model: Path,
     tmp_path: Path,
 ) -> None:
-    folder = written(folder_model, tmp_path / "coded", change, **fields)
+    folder = changed(folder_model, tmp_path / "coded", change, **fields)
     message = refused(folder, memory=memory)
     assert f"in place of floating point, which looks like {name}: model.l" in message
     # It may be left over, where weights were dequantised since.
-    plain = written(folder_model, tmp_path / "plain", **fields)
+    plain = changed(folder_model, tmp_path / "plain", **fields)
     tlc.load_model(str(plain), memory=memory)
 
 
@@ -203,7 +188,7 @@ def test_a_last_block_that_is_not_whole(
     size: int, folder_model: Path, tmp_path: Path
 ) -> None:
     config = BLOCKS | {"weight_block_size": [size, size]}
-    folder = written(
+    folder = changed(
         folder_model, tmp_path / "coded", in_blocks(size), quantization_config=config
     )
     message = refused(folder)
@@ -220,7 +205,7 @@ def test_a_scale_that_is_lost(folder_model: Path, tmp_path: Path) -> None:
         return {key: coded[key] for key in coded if key != f"{lost}_scale_inv"}
 
     config = BLOCKS | {"weight_block_size": [16, 16]}
-    folder = written(
+    folder = changed(
         folder_model, tmp_path / "coded", without_one, quantization_config=config
     )
     message = refused(folder)
@@ -229,7 +214,7 @@ def test_a_scale_that_is_lost(folder_model: Path, tmp_path: Path) -> None:
 
 def test_one_matrix_of_one_block_is_whole(folder_model: Path, tmp_path: Path) -> None:
     config = BLOCKS | {"weight_block_size": [128, 128]}
-    folder = written(
+    folder = changed(
         folder_model, tmp_path / "coded", in_blocks(128), quantization_config=config
     )
     trace = tlc.trace(tlc.load_model(str(folder)), [3, 14])

@@ -1,18 +1,17 @@
 """What a checkpoint may hold beside its model, and what only has such a name."""
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiny
 import tl_coupling as tlc
+from other_folders import changed
 from tl_coupling.models.file_tensors import FileTensor
 from tl_coupling.models.harmless import LeftTensor, reason_to_leave
 from tl_coupling.models.patched_transformers import Weight
@@ -135,32 +134,10 @@ HARMFUL: dict[str, tuple[str, State, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Save a tiny model of an architecture, once."""
-    folders: dict[str, Path] = {}
-
-    def saved_once(architecture: str) -> Path:
-        if architecture not in folders:
-            folder = tmp_path_factory.mktemp(architecture)
-            tiny.huggingface_model(architecture).save_pretrained(folder)
-            tiny.save_tokenizer(folder)
-            folders[architecture] = folder
-        return folders[architecture]
-
-    return saved_once
-
-
 def with_more(
     source: Path, folder: Path, tensors: State, fields: dict[str, Any]
 ) -> Path:
-    shutil.copytree(source, folder)
-    file = folder / "model.safetensors"
-    more = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(load_file(file) | more, file, {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
-    return folder
+    return changed(source, folder, lambda state: state | tensors, **fields)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
