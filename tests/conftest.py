@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,22 @@ def pyplot_untouched():
     settings = dict(plt.rcParams)
     yield
     assert dict(plt.rcParams) == settings
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Save a tiny model of an architecture, once."""
+    folders: dict[str, Path] = {}
+
+    def saved_once(architecture: str) -> Path:
+        if architecture not in folders:
+            folder = tmp_path_factory.mktemp(architecture)
+            tiny.huggingface_model(architecture).save_pretrained(folder)
+            tiny.save_tokenizer(folder)
+            folders[architecture] = folder
+        return folders[architecture]
+
+    return saved_once
 
 
 @pytest.fixture

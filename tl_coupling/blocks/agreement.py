@@ -22,13 +22,11 @@ from tl_coupling.blocks.arithmetic import (
 )
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.forward_passes import ForwardPass
+from tl_coupling.blocks.gate import SHARE_OF_STREAM, TOLERANCE, is_within
 from tl_coupling.blocks.hooks import hooks_of_user, without_hooks_of_user
 from tl_coupling.blocks.recording import recorded_pass
 from tl_coupling.models import MadeOf, ModelInput, OwnModel, facts_of
 
-# Of what a block adds, and of the stream; as a cheap way to a Jacobian is held to.
-_TOLERANCE = 1e-4
-_SHARE_OF_STREAM = 1e-2
 # So many of the last rows have their logits compared.
 _N_ROWS = 2
 _OWN_MODULES = "measured by the HuggingFace model's own modules: {}"
@@ -259,10 +257,11 @@ def _is_equal(
     own_step: Float[Tensor, "n_pos d_model"],
     stream: Float[Tensor, "n_pos d_model"],
 ) -> bool:
-    """Say whether each row is the same, up to rounding."""
+    """Say whether each row is the same, up to rounding: as a cheap way to a Jacobian is
+    held to.
+    """
     if step.shape != own_step.shape:
         return False
     error = (step.to(own_step.device) - own_step).norm(dim=1)
-    scale = own_step.norm(dim=1) + _SHARE_OF_STREAM * stream.norm(dim=1)
-    # One that is not finite is not equal.
-    return bool((error <= _TOLERANCE * scale).all())
+    scale = own_step.norm(dim=1) + SHARE_OF_STREAM * stream.norm(dim=1)
+    return bool(is_within(error, TOLERANCE * scale).all())

@@ -194,12 +194,10 @@ def model_left_as_found(model: nn.Module) -> Iterator[None]:
     if state in _entered:
         yield
         return
-    with left_as_found(parts):
+    with left_as_found(parts), shared_changes() as undo:
         _entered.append(state)
-        try:
-            yield
-        finally:
-            _entered.remove(state)
+        undo.callback(_entered.remove, state)
+        yield
 
 
 @contextmanager

@@ -42,7 +42,7 @@ TOLERANCE = 1e-4
 # Relative to the norm of the residual stream, or of all rows of a reference: f is a
 # difference, so that its rounding error grows with the stream, and a vanishing
 # J_{t1 t2} has no norm.
-_SHARE_OF_STREAM = 1e-2
+SHARE_OF_STREAM = 1e-2
 # What is computed is I + J: J has the rounding of the identity that is taken from it,
 # so many least bits where a block is stiff.
 _BITS_OF_IDENTITY = 32
@@ -179,14 +179,14 @@ class CheckedBlock(EvaluatedBlock):
         """
         _, value, u, rows = reference
         stream = self.X[reference.positions.start : reference.positions.stop]
-        scale = value.norm(dim=1) + _SHARE_OF_STREAM * stream.norm(dim=1)
-        is_value = _is_within((y - value).norm(dim=1), TOLERANCE * scale)
+        scale = value.norm(dim=1) + SHARE_OF_STREAM * stream.norm(dim=1)
+        is_value = is_within((y - value).norm(dim=1), TOLERANCE * scale)
         identity_tolerance = (
             _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm(dim=1)
         )
-        rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * rows.norm()
+        rounding_tolerance = TOLERANCE * SHARE_OF_STREAM * rows.norm()
         tolerance = TOLERANCE * rows.norm(dim=1) + rounding_tolerance
-        is_product = _is_within(
+        is_product = is_within(
             (product - rows).norm(dim=1), tolerance + identity_tolerance
         )
         # One reading, for which a device waits once.
@@ -293,11 +293,11 @@ class CheckedBlock(EvaluatedBlock):
         error, y_norm, stream_norm, u_norm = norms[:4]
         errors = norms[4 : 4 + len(t1)]
         row_norms = norms[4 + len(t1) :]
-        tolerance = TOLERANCE * (y_norm + _SHARE_OF_STREAM * stream_norm)
-        # As `_is_within`.
+        tolerance = TOLERANCE * (y_norm + SHARE_OF_STREAM * stream_norm)
+        # As `is_within`.
         agrees = [error <= tolerance and error < math.inf]
         identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u_norm
-        rounding_tolerance = TOLERANCE * _SHARE_OF_STREAM * math.hypot(*row_norms)
+        rounding_tolerance = TOLERANCE * SHARE_OF_STREAM * math.hypot(*row_norms)
         for error, position in zip(errors, t1, strict=True):
             tolerance = TOLERANCE * row_norms[position] + rounding_tolerance
             if position == t2:
@@ -411,7 +411,7 @@ class CheckedBlock(EvaluatedBlock):
             difference = (Y - recorded.Y).float().norm(dim=1)
         eps = torch.finfo(self.own_dtype).eps
         tolerance = eps * recorded.Y.float().norm(dim=1)
-        self._refuse(difference, ~_is_within(difference, tolerance))
+        self._refuse(difference, ~is_within(difference, tolerance))
 
     @property
     def own_dtype(self) -> torch.dtype:
@@ -432,8 +432,8 @@ class CheckedBlock(EvaluatedBlock):
         eps = torch.finfo(self.own_dtype).eps if self.recorded else 0
         step_tolerance = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
         stream_norm = self.X.norm(dim=1)
-        stream_tolerance = (_SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
-        return ~_is_within(difference, step_tolerance + stream_tolerance)
+        stream_tolerance = (SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
+        return ~is_within(difference, step_tolerance + stream_tolerance)
 
     def _refuse_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
         """Raise StepError: f(X) is not the traced step.
@@ -635,7 +635,7 @@ def _format_tokens(is_meant: Bool[Tensor, " n_pos"]) -> str:
     return f"token{'s' if len(positions) > 1 else ''} {numbers}"
 
 
-def _is_within(error: Tensor, tolerance: Tensor) -> Bool[Tensor, "..."]:
+def is_within(error: Tensor, tolerance: Tensor) -> Bool[Tensor, "..."]:
     """Say where an error is within a tolerance: none that is NaN or infinite is, also
     where the tolerance is infinite.
     """

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tl_coupling.arguments import shared_changes
 from tl_coupling.models import (
     backward_hooks_on,
     hooks_on,
@@ -44,22 +45,18 @@ def backward_hooks_of_user(model: nn.Module) -> list[str]:
 @contextmanager
 def without_hooks_of_user(model: nn.Module) -> Iterator[None]:
     """Run a model without the hooks that `hooks_of_user` lists, in this context."""
-    originals: list[tuple[nn.Module, dict[str, Any]]] = []
-    for part in filter(_has_hook, model.modules()):
-        kept = {name: vars(part)[name] for name in _HOOKS}
-        originals.append((part, kept))
-        of_user = {handle.hook.id for handle in _lens_hooks(part, "fwd_hooks")}
-        for name, hooks in kept.items():
-            vars(part)[name] = OrderedDict(
-                (key, hook)
-                for key, hook in hooks.items()
-                if key not in of_user and not is_of_user(hook)
-            )
-    try:
+    with shared_changes() as undo:
+        for part in filter(_has_hook, model.modules()):
+            kept = {name: vars(part)[name] for name in _HOOKS}
+            undo.callback(vars(part).update, kept)
+            of_user = {handle.hook.id for handle in _lens_hooks(part, "fwd_hooks")}
+            for name, hooks in kept.items():
+                vars(part)[name] = OrderedDict(
+                    (key, hook)
+                    for key, hook in hooks.items()
+                    if key not in of_user and not is_of_user(hook)
+                )
         yield
-    finally:
-        for part, kept in originals:
-            vars(part).update(kept)
 
 
 def names_of_hook_points(model: nn.Module) -> dict[int, str]:

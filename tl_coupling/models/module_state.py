@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tl_coupling.arguments import shared_changes
+
 # An object, the name of one of its attributes, and the value that this is to have.
 Change = tuple[object, str, object]
 # In which modules keep their buffers, parts and hooks.
@@ -44,12 +46,10 @@ def left_as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     # A bridge has a hook point for every value, and none of them has a state.
     found = [_found(part) for part in parts if not hasattr(part, "fwd_hooks")]
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            for state in found:
-                _put_back(state)
+    with shared_changes(torch.random.fork_rng(devices=[])) as undo:
+        for state in found:
+            undo.callback(_put_back, state)
+        yield
 
 
 def _found(part: nn.Module) -> _Found:
