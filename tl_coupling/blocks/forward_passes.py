@@ -259,28 +259,46 @@ def _check_shapes(calls: list[RecordedCall], n_pos: int | None) -> None:
 
 def _check_finite(calls: list[RecordedCall], model: nn.Module) -> None:
     streams = [*(recorded.X for recorded in calls), calls[-1].Y]
-    for layer, stream in enumerate(streams):
-        if bool(torch.isfinite(stream).all()):
-            continue
-        culprit = "all parameters are finite"
-        for name, parameter in model.named_parameters():
-            if not parameter.isfinite().all():
-                culprit = f"parameter {name!r} is not finite"
-                break
-        raise ValueError(
-            f"the residual stream at layer {layer} has NaN or infinite entries; "
-            f"{culprit}"
-        )
+    # The largest entry of each, which is NaN where one is.
+    largest = [stream.norm(float("inf")) for stream in streams]
+    is_finite = read_together(largest).isfinite().tolist()
+    if all(is_finite):
+        return
+    culprit = "all parameters are finite"
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            culprit = f"parameter {name!r} is not finite"
+            break
+    raise ValueError(
+        f"the residual stream at layer {is_finite.index(False)} has NaN or infinite "
+        f"entries; {culprit}"
+    )
 
 
 def _check_unchanged_between(calls: list[RecordedCall], n_blocks: int) -> None:
-    for layer, (recorded, following) in enumerate(pairwise(calls)):
-        if torch.equal(recorded.Y, following.X.to(recorded.Y.device)):
-            continue
-        again = ""
-        if layer + 1 == n_blocks:
-            again = ", where the model runs its blocks again"
-        raise ValueError(
-            f"the output of block {layer % n_blocks} is changed before the next block"
-            f"{again}: not one residual stream"
-        )
+    differs = [
+        (following.X.to(recorded.Y.device) != recorded.Y).any()
+        for recorded, following in pairwise(calls)
+    ]
+    is_changed = read_together(differs).tolist()
+    if not any(is_changed):
+        return
+    layer = is_changed.index(True)
+    again = ""
+    if layer + 1 == n_blocks:
+        again = ", where the model runs its blocks again"
+    raise ValueError(
+        f"the output of block {layer % n_blocks} is changed before the next block"
+        f"{again}: not one residual stream"
+    )
+
+
+def read_together(values: list[Tensor]) -> Tensor:
+    """Return numbers of all blocks on the CPU, in one reading for each device.
+
+    Each by itself makes a GPU wait.
+    """
+    if not values:
+        return torch.zeros(0)
+    home = values[0].device
+    return torch.stack([value.to(home) for value in values]).cpu()
