@@ -61,6 +61,8 @@ class Context:
         self.seen: list[Tensor] = []
         # How many of attention's two products kept the own row apart.
         self.n_products = 0
+        self.constant: Callable[[Tensor], Tensor] = Tensor.detach
+        self.times_constant: Callable[[Tensor, Tensor], Tensor] = _times_constant
 
     @contextmanager
     def entered(self, n_rows: int = 1) -> Iterator[None]:
@@ -71,19 +73,28 @@ class Context:
             yield
 
     @contextmanager
-    def own_row_differentiated(self) -> Iterator[None]:
+    def own_row_differentiated(
+        self, constant: Callable[[Tensor], Tensor] | None = None
+    ) -> Iterator[None]:
         """Differentiate attention by the token's own keys and values alone.
 
         Reverse mode would find a gradient for those of every row and every seed.
+        `constant` makes a tensor one that is not differentiated; of a record, which sees
+        what is detached.
 
         Raises:
             BlockError: attention is not two matrix products.
         """
         self.keeps_own_row_apart = True
+        if constant is not None:
+            self.constant = constant
+            self.times_constant = torch.matmul
         try:
             yield
         finally:
             self.keeps_own_row_apart = False
+            self.constant = Tensor.detach
+            self.times_constant = _times_constant
         if self.n_products != 2:
             raise BlockError(
                 "the block's attention is not q Kᵀ and P V by two matrix products"
@@ -100,7 +111,7 @@ class Context:
                 raise KeysAndValues(*self.seen)
             return new
         if self.keeps_own_row_apart:
-            new = new.detach()
+            new = self.constant(new)
         other_rows = self.rows[part]
         if len(new) != len(other_rows):
             # Several sequences with the same rows around the new ones.
@@ -245,14 +256,14 @@ class AttentionProducts(TorchFunctionMode):
             )
         # As often as heads share it.
         rows = rows.repeat_interleave(own.shape[1] // rows.shape[1], dim=1)
-        zero = rows - rows.detach()
+        zero = rows - context.constant(rows)
         if is_of_values:
-            change = left[..., place : place + 1].detach() * zero
+            change = context.constant(left[..., place : place + 1]) * zero
         else:
-            scores = (left.detach() * zero).sum(-1, keepdim=True)
+            scores = (context.constant(left) * zero).sum(-1, keepdim=True)
             n_after = right.shape[-1] - 1 - place
             change = nn.functional.pad(scores, (place, n_after))
-        return _times_constant(left, right) + change
+        return context.times_constant(left, right) + change
 
 
 class _TimesConstant(torch.autograd.Function):

@@ -38,10 +38,12 @@ from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.blocks.gate import CheckedBlock
 from tl_coupling.blocks.linearisation import Linearisation
+from tl_coupling.blocks.records import Record, recorded_jacobian
 from tl_coupling.blocks.skip_path import n_directions_cut
 from tl_coupling.models import left_as_found
 
 Path = Literal[
+    "token_local_recorded",
     "token_local_linearised",
     "token_local",
     "query_local_linearised",
@@ -202,6 +204,8 @@ class BlockFunction(CheckedBlock):
         """
         t1s = list(input_positions)
         arguments = (t1s, output_position, chunk_size)
+        if t1s == [output_position]:
+            yield "token_local_recorded", partial(self._recorded, output_position)
         # Of several inputs the output row is pulled back once for all.
         if len(t1s) == 1:
             yield "token_local_linearised", partial(self._linearised, *arguments)
@@ -360,6 +364,18 @@ class BlockFunction(CheckedBlock):
             return gradient[:, t1s].unbind(1)
 
         return reverse_mode(function, (X,), row_jacobians, 4 * len(X), chunk_size)
+
+    def _recorded(self, t: int) -> Evaluated[Jacobians]:
+        """Evaluate from the record of the block's operations on one row."""
+        context = self.call.context(t, self._context(t))
+
+        def added(x: Tensor, record: Record) -> Tensor:
+            with context.own_row_differentiated(record.constant):
+                y = self.row_output(x[None].clone(), context).reshape(-1)
+            return y - x
+
+        y, J = recorded_jacobian(added, self.X[t])
+        return y, [J]
 
     def _token_local(
         self, t1s: list[int], t2: int, chunk_size: int | None
