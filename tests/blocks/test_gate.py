@@ -518,12 +518,12 @@ def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(
     model.add_hook("blocks.1.hook_mlp_out", of_rows)
     with pytest.warns(
         UserWarning,
-        match=r"layer 1: token_local_linearised failed \(KeyError.*more expensive way",
+        match=r"layer 1: token_local_recorded failed \(KeyError.*more expensive way",
     ):
         J, path = trace.blocks[1].jacobian(LAST, LAST)
     assert path == "full_sequence"
     torch.testing.assert_close(J, expected, rtol=1e-5, atol=1e-6)
-    assert len(trace.provenance["remarks"]) == 2
+    assert len(trace.provenance["remarks"]) == 3
     assert all(
         "layer 1" in remark and "KeyError" in remark
         for remark in trace.provenance["remarks"]

@@ -52,6 +52,12 @@ def _rotated(x: Tensor) -> Tensor:
     return (x.view(1, 3, 4) * GAIN[:4] + turned * GAIN[4:8]).flatten(1)
 
 
+def _rotated_as_complex(x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.view(3, 2, 2))
+    turns = torch.polar(GAIN[:2], GAIN[2:4])
+    return torch.view_as_real(pairs * turns + pairs.conj() * pairs.abs()).reshape(1, -1)
+
+
 def _in_place(x: Tensor) -> Tensor:
     y = x * 2
     y[:, :4] *= x[:, 4:8]
@@ -68,6 +74,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "pre-norm block": _block,
     "experts": _experts,
     "rotation": _rotated,
+    "rotation of complex numbers": _rotated_as_complex,
     "in place": _in_place,
     "norms of heads": _norm_of_heads,
     "post-norm": lambda x: F.layer_norm(x + _rms_norm(x) @ U, (D,), GAIN, U[1]),

@@ -196,7 +196,7 @@ def test_what_differs_between_prompts_is_recorded_of_each(model):
     provenance = tlc.prompt_coupling(traces, k=K).provenance
     for t, paths in zip((3, 1, 5), provenance["paths"], strict=True):
         assert list(paths) == [f"layer {layer}, token {t}" for layer in (0, 1)]
-        assert set(paths.values()) == {"token_local_linearised"}
+        assert set(paths.values()) == {"token_local_recorded"}
     assert provenance["remarks"] == ["the second is odd"]
     assert provenance["model"] == traces[0].provenance["model"]
     assert "tokens" not in provenance

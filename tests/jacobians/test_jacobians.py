@@ -24,7 +24,7 @@ PAIRS = [
     (2, 6),
 ]
 # Attention that holds a norm (BERT), or rows that meet in a state.
-NOT_LINEARISED = {"bert", "mamba", "rwkv"}
+NOT_RECORDED = {"bert", "mamba", "rwkv"}
 # Every token sees every other.
 NOT_CAUSAL = {"bert"}
 
@@ -63,7 +63,7 @@ def test_jacobians_and_products_equal_autograd_over_the_whole_model(
             trace.residual[layer + 1, 3] - trace.residual[layer, 3],
             1e-5,
         )
-    assert ("token_local_linearised" in paths) == (architecture not in NOT_LINEARISED)
+    assert ("token_local_recorded" in paths) == (architecture not in NOT_RECORDED)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_bfloat16_model_is_linearised_in_float32_and_left_as_it_was(
     weights_before = {name: p.clone() for name, p in model.named_parameters()}
     trace = tlc.trace(model, tiny.TOKENS)
     J, path = trace.blocks[1].jacobian(LAST, LAST)
-    assert (J.dtype, path) == (torch.float32, "token_local_linearised")
+    assert (J.dtype, path) == (torch.float32, "token_local_recorded")
     after = dict(model.named_parameters())
     assert all(
         p.dtype == torch.bfloat16 and torch.equal(p, weights_before[name])
@@ -179,12 +179,12 @@ def test_a_block_that_is_wrong_when_called_on_one_row_falls_back_to_the_full_seq
     trace = tlc.trace(model, tiny.TOKENS)
     J, path = trace.blocks[1].jacobian(LAST, LAST)
     assert path == "full_sequence"
-    assert trace.blocks[0].jacobian(LAST, LAST)[1] == "token_local_linearised"
+    assert trace.blocks[0].jacobian(LAST, LAST)[1] == "token_local_recorded"
     v = torch.ones(tiny.D_MODEL)
     assert_close(tlc.block_vjp(trace, 1, v), v @ J, 1e-5)
     assert_close(tlc.block_jvp(trace, 1, v), J @ v, 1e-5)
     result = tlc.depth_coupling(trace, k=4)
     assert result.provenance["paths"] == {
-        "layer 0, token 7": "token_local_linearised",
+        "layer 0, token 7": "token_local_recorded",
         "layer 1, token 7": "full_sequence",
     }

@@ -88,7 +88,7 @@ def assert_right(model: Any, witness: Any = None, rel: float = 1e-5) -> tlc.Trac
 
 def assert_cheapest(trace: tlc.Trace) -> None:
     assert set(tlc.depth_coupling(trace, k=4).provenance["paths"].values()) == {
-        "token_local_linearised"
+        "token_local_recorded"
     }
 
 

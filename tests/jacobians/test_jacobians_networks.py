@@ -51,7 +51,7 @@ def test_every_pair_of_a_bridge_is_that_of_the_huggingface_model(name: str) -> N
     error, ways = worst_error(trace, Oracle(original, path, {"pixel_values": pixels()}))
     assert error <= TOLERANCE
     # Each at the cost of one token, in both directions of time.
-    assert ways <= {"token_local_linearised", "token_local"}
+    assert ways <= {"token_local_recorded", "token_local"}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,11 @@ def main() -> int:
         "--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time"
     )
     parser.add_argument(
+        "--own-modules",
+        action="store_true",
+        help="HuggingFace's modules by `trace_modules`, without a bridge; no --out",
+    )
+    parser.add_argument(
         "--save", type=Path, metavar="FILE", help="keep the findings as JSON"
     )
     parser.add_argument(
@@ -75,7 +80,7 @@ def main() -> int:
     line = importlib.metadata.version("transformer-lens")
     rows = dict(
         tqdm(
-            measure_all(names, options.jobs),
+            measure_all(names, options.jobs, options.own_modules),
             total=len(names),
             unit="architecture",
             disable=None,

@@ -68,8 +68,10 @@ class Finding:
     sentence: str = ""
 
 
-def measure(name: str, precision: str) -> Finding:
-    """Build the architecture, measure it, and say what came of it."""
+def measure(name: str, precision: str, own_modules: bool = False) -> Finding:
+    """Build the architecture, measure it, and say what came of it; HuggingFace's
+    `own_modules` as they are, or in a bridge.
+    """
     dtype = DTYPES[precision]
     inputs = _inputs(name, dtype)
     if name in HOOKED:
@@ -87,7 +89,10 @@ def measure(name: str, precision: str) -> Finding:
             else getattr(model.adapter.component_mapping.get("blocks"), "name", None)
         )
     try:
-        trace = tlc.trace(model, next(iter(inputs.values())))
+        if own_modules and name not in HOOKED:
+            trace = _trace_of_modules(original, path, inputs)
+        else:
+            trace = tlc.trace(model, next(iter(inputs.values())))
         return _compare(trace, original, path, inputs, precision)
     except OracleError as error:
         return Finding("wrong", sentence=f"taken, but {error}")
@@ -98,6 +103,11 @@ def measure(name: str, precision: str) -> Finding:
                 "does not run", sentence=f"the model itself raises {finding.sentence}"
             )
         return finding
+
+
+def _trace_of_modules(model: Any, path: str, inputs: dict[str, Any]) -> tlc.Trace:
+    blocks = list(model.get_submodule(path))
+    return tlc.trace_modules(blocks, lambda: model(**inputs))
 
 
 def _runs(model: Any, inputs: dict[str, Any]) -> bool:

@@ -20,9 +20,11 @@ TIME_LIMIT = 300.0
 Row = dict[str, dict[str, Any]]
 
 
-def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
+def measure_all(
+    names: Iterable[str], jobs: int, own_modules: bool = False
+) -> Iterator[tuple[str, Row]]:
     """`(name, {precision: finding})` of each architecture, in the order in which they
-    finish.
+    finish; by HuggingFace's `own_modules`, or in a bridge.
     """
     # Forked: importing takes ten seconds, and an architecture two.
     context = multiprocessing.get_context("fork")
@@ -33,7 +35,7 @@ def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
                 name = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_child, args=(name, sender), daemon=True
+                    target=_child, args=(name, sender, own_modules), daemon=True
                 )
                 process.start()
                 sender.close()
@@ -63,7 +65,7 @@ def measure_all(names: Iterable[str], jobs: int) -> Iterator[tuple[str, Row]]:
             process.kill()
 
 
-def _child(name: str, sender: Connection) -> None:
+def _child(name: str, sender: Connection, own_modules: bool) -> None:
     for precision in DTYPES:
         if name in NOT_BUILT:
             sender.send(
@@ -72,7 +74,7 @@ def _child(name: str, sender: Connection) -> None:
             continue
         # HookedTransformer prints.
         with redirect_stdout(None):
-            finding = _guarded(lambda p=precision: measure(name, p))
+            finding = _guarded(lambda p=precision: measure(name, p, own_modules))
         sender.send((precision, asdict(finding)))
 
 

@@ -20,9 +20,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import cached_property
+from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.errors import DerivativeError
 from tl_coupling.blocks.freezing import Freezing
-from tl_coupling.blocks.function import BlockFunction
+from tl_coupling.blocks.function import BlockFunction, Evaluated, Jacobians
 from tl_coupling.blocks.gate import Reference
 from tl_coupling.blocks.linearisation import Linearisation
 from tl_coupling.blocks.parts import Norm
@@ -103,6 +104,9 @@ class FrozenFunction(BlockFunction):
         with self.freezing.recorded() as constants:
             self._added_to_differentiated(self.X)
         return constants
+
+    def _recorded(self, t: int, is_apart: bool) -> Evaluated[Jacobians]:
+        raise BlockError("a record sees through what is held constant")
 
     def remark_on_norms(self) -> bool:
         """Say that nothing normalises the stream: norms divide by constants."""

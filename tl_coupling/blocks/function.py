@@ -204,8 +204,12 @@ class BlockFunction(CheckedBlock):
         """
         t1s = list(input_positions)
         arguments = (t1s, output_position, chunk_size)
-        if t1s == [output_position]:
-            yield "token_local_recorded", partial(self._recorded, output_position)
+        # A record pushes `d_model` tangents through the weight of every key.
+        n_pos, d_model = self.X.shape
+        if t1s == [output_position] and n_pos <= d_model:
+            for is_apart in (True, False):
+                record = partial(self._recorded, output_position, is_apart)
+                yield "token_local_recorded", record
         # Of several inputs the output row is pulled back once for all.
         if len(t1s) == 1:
             yield "token_local_linearised", partial(self._linearised, *arguments)
@@ -365,12 +369,18 @@ class BlockFunction(CheckedBlock):
 
         return reverse_mode(function, (X,), row_jacobians, 4 * len(X), chunk_size)
 
-    def _recorded(self, t: int) -> Evaluated[Jacobians]:
-        """Evaluate from the record of the block's operations on one row."""
+    def _recorded(self, t: int, is_apart: bool) -> Evaluated[Jacobians]:
+        """Evaluate from the record of the block's operations on one row.
+
+        If `is_apart`, attention meets the row's own keys and values apart from the
+        others'; else among them, whatever is done to them before, which takes a tangent
+        of all.
+        """
         context = self.call.context(t, self._context(t))
 
         def added(x: Tensor, record: Record) -> Tensor:
-            with context.own_row_differentiated(record.constant):
+            apart = context.own_row_differentiated(record.constant)
+            with apart if is_apart else nullcontext():
                 y = self.row_output(x[None].clone(), context).reshape(-1)
             return y - x
 

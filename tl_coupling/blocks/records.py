@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.tangents import Base, Tangent, relative_to_one_base
+from tl_coupling.interrupts import hear_interrupts
 
 aten = torch.ops.aten
 # The same entries in the same order; `detach` hides nothing from a record.
@@ -50,6 +51,10 @@ _SELECTIONS = {
         "new_full",
     ),
 }
+
+
+# Of one tangent (float32: 1 GiB); the MLP of a block of 70 billion parameters' model fits.
+_MOST_ENTRIES = 2**28
 
 
 class Operation(NamedTuple):
@@ -209,6 +214,8 @@ class _Pushforward:
     def jacobian(self) -> Float[Tensor, "d_out d"]:
         """Return `dy / dx`."""
         for operation in self._needed_operations():
+            hear_interrupts()
+            self._check_size(operation)
             self._push(operation)
         if id(self._y) not in self._tangents:
             raise BlockError("the output does not depend on the token")
@@ -216,6 +223,14 @@ class _Pushforward:
         while tangent.base is not self._root:
             tangent = tangent.relative_to_origin()
         return tangent.filled().reshape(self._root.n, -1).mT.contiguous()
+
+    def _check_size(self, operation: Operation) -> None:
+        """Raise BlockError where tangents take more memory than another way would."""
+        widest = max(output.numel() for output in tensors_in(operation.outputs))
+        if self._root.n * widest > _MOST_ENTRIES:
+            raise BlockError(
+                "the tangents of a value do not fit in the memory for them"
+            )
 
     def _needed_operations(self) -> list[Operation]:
         """Return the operations on which y depends, in order."""
@@ -234,7 +249,7 @@ class _Pushforward:
         if not inputs or name in _SELECTIONS:
             return
         outputs = list(tensors_in(operation.outputs))
-        is_whole = not any(output.is_floating_point() for output in outputs)
+        is_whole = not any(map(_has_slope, outputs))
         if name in _STAIRS or (is_whole and name == "_to_copy"):
             raise BlockError(f"the block calls `{name}`, which has no slope")
         if is_whole:
@@ -425,6 +440,25 @@ class _Pushforward:
         self._set(output, tangent.base, dense.movedim(1, 0))
         return True
 
+    def _multiply_groups(self, operation: Operation) -> bool:
+        """Push rows through the matrix of each one's group: a mixture of experts."""
+        left, right = operation.args[:2]
+        ends = [*operation.args, operation.kwargs.get("offs")][2]
+        (output,) = operation.outputs
+        is_grouped = left.ndim == 2 and right.ndim == 3 and isinstance(ends, Tensor)
+        if not is_grouped or not self._is_constant(right):
+            return False
+        tangent = self._of(left)
+        rows = tangent.filled()
+        dense = rows.new_zeros(len(rows), *output.shape)
+        start = 0
+        for matrix, end in zip(right, ends.tolist(), strict=True):
+            if end > start:
+                dense[:, start:end] = rows[:, start:end] @ matrix
+            start = end
+        self._set(output, tangent.base, dense)
+        return True
+
     def _softmax(self, operation: Operation) -> bool:
         value, dim = operation.args[:2]
         (output,) = operation.outputs
@@ -458,7 +492,12 @@ class _Pushforward:
     def _push_pointwise(self, operation: Operation, inputs: list[Tensor]) -> None:
         """Push through an operation on each entry: by its slopes there."""
         (output,) = operation.outputs
-        slopes = _known_slopes(operation, inputs) or _slopes(operation, inputs, output)
+        slopes = _known_slopes(operation, inputs)
+        if slopes is None and any(value.is_complex() for value in [*inputs, output]):
+            # torch's pull-back gives conjugates.
+            self._push_by_torch(operation, inputs)
+            return
+        slopes = slopes or _slopes(operation, inputs, output)
         tangents = self._on_one_base(inputs)
         total: Tangent | None = None
         for value, slope in zip(inputs, slopes, strict=True):
@@ -475,7 +514,7 @@ class _Pushforward:
         places = [
             place
             for place, output in enumerate(operation.outputs)
-            if isinstance(output, Tensor) and output.is_floating_point()
+            if isinstance(output, Tensor) and _has_slope(output)
         ]
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -532,7 +571,7 @@ def _number(value: object) -> Tensor | float:
         return value
     if isinstance(value, int | float):
         return float(value)
-    raise BlockError("the block multiplies by a complex number")
+    raise BlockError(f"the block multiplies by {value!r}")
 
 
 def _slopes(
@@ -562,6 +601,10 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def _has_slope(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _sequence(output: Any) -> Sequence[Any]:
@@ -602,6 +645,7 @@ _RULES: dict[str, _Rule] = {
     "mm": _Pushforward._multiply_matrices,
     "addmm": _Pushforward._add_product,
     "bmm": _Pushforward._multiply_batches,
+    "_grouped_mm": _Pushforward._multiply_groups,
     "_softmax": _Pushforward._softmax,
     "native_layer_norm": _Pushforward._layer_norm,
 }

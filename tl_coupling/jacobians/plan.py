@@ -402,16 +402,19 @@ class _StandardBlock:
         # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the
         # MLP's Jacobian after attention's.
         products = 2.0 * d**2 * (self.d_mlp + d_z + d * (not is_parallel))
-        # W_Q, W_K and W_V behind the gradients of q, k and v, and those of
-        # each head's scores.
-        heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
+        # The block on the token, and its tangents through the keys and values of all.
+        heads = attention + mlp + 4.0 * d * d_z * n_pos
+        if n_pos > d:
+            # W_Q, W_K and W_V behind the gradients of q, k and v, and those of each
+            # head's scores; the block on the token, and its queries, keys, values and
+            # what enters the MLP's nonlinearity once more.
+            heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
+            heads += attention + mlp + qkv + mlp_before
         return {
             "trace": n_pos * (attention + mlp) + score_products,
             # The backward pass of q Kᵀ and P V is two products for each.
             "gate": 4 * (n_pos * attention + mlp) + 5 * score_products,
-            # The block on the token, and its queries, keys, values and what enters the
-            # MLP's nonlinearity once more.
-            "jacobians": products + heads + attention + mlp + qkv + mlp_before,
+            "jacobians": products + heads,
             "row": attention + mlp + 4.0 * n_pos * d_z,
             "rows": 0.0,
         }
