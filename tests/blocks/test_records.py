@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import tl_coupling as tlc
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.records import recorded_jacobian
 
@@ -162,3 +163,44 @@ def test_constants_of_a_record_stay_out_of_the_derivative() -> None:
     x = _weights(D)
     _, J = recorded_jacobian(lambda x, record: record.constant(x) * x, x)
     torch.testing.assert_close(J, torch.diag(x))
+
+
+class _Attention(nn.Module):
+    """Causal attention of four heads, the keys and values of which are shared by two."""
+
+    def __init__(self, repeats_keys: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(D)
+        self.q = nn.Linear(D, 16)
+        self.kv = nn.Linear(D, 16)
+        self.out = nn.Linear(16, D)
+        self.repeats_keys = repeats_keys
+
+    def forward(self, X: Tensor) -> Tensor:
+        Z = self.norm(X)
+        q = self.q(Z).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.kv(Z).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
+        if self.repeats_keys:
+            # Heads 0 and 2 share keys, and not neighbours.
+            k, v = k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)
+        z = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=not self.repeats_keys
+        )
+        return X + self.out(z.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("repeats_keys", [False, True])
+def test_attention_of_ones_own_goes_by_the_record(repeats_keys: bool) -> None:
+    """As nanoGPT writes it: the mask and the sharing of keys are torch's."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(_Attention(repeats_keys) for _ in range(2))).double()
+    X = torch.randn(1, 6, D, dtype=torch.float64)
+    trace = tlc.trace_modules(list(blocks), lambda: blocks(X))
+    for layer, block in enumerate(blocks):
+        stream = trace.residual[layer][None]
+        whole = torch.func.jacrev(block)(stream)[0, :, :, 0]
+        for t in range(6):
+            J, path = trace.blocks[layer].jacobian(t, t)
+            assert path == "token_local_recorded"
+            expected = whole[t, :, t] - torch.eye(D)
+            torch.testing.assert_close(J, expected, rtol=1e-9, atol=1e-10)

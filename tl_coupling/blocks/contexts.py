@@ -222,19 +222,28 @@ class AttentionProducts(TorchFunctionMode):
         v: Tensor,
         attn_mask: Tensor | None = None,
         *_: object,
-        **options: Any,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **__: object,
     ) -> Tensor:
         """Compute attention as two products, which every kind of differentiation
         knows.
         """
-        if options.get("is_causal") or options.get("enable_gqa"):
-            raise BlockError("the attention hides its mask or repeats its keys")
         keys = self.context.completed(k)
         values = self.context.completed(v)
+        if enable_gqa:
+            keys, values = (
+                rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1)
+                for rows in (keys, values)
+            )
         # torch's default of `scaled_dot_product_attention`.
-        scale = options.get("scale") or q.shape[-1] ** -0.5
-        scores = _masked(self._product(scale * q, keys.mT), attn_mask)
-        return self._product(scores.softmax(-1), values)
+        scores = self._product((scale or q.shape[-1] ** -0.5) * q, keys.mT)
+        if is_causal:
+            # Query i stands behind the rows before; torch would count from the first.
+            allowed = torch.ones_like(scores, dtype=torch.bool)
+            attn_mask = allowed.tril(self.context.before)
+        return self._product(_masked(scores, attn_mask).softmax(-1), values)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return `left @ right`, with the own row apart where it must be."""
