@@ -4,6 +4,8 @@ Jacobians `J_{t1 t2}`.
 How the function is evaluated is in `rows`, how it is checked in `gate`. For one
 `J_{t1 t2}` there are, the cheapest first:
 
+* **token_local_recorded**: the block on one row, from the record of its operations
+  (`records`), for one t1 = t2 and no more rows than the stream has entries;
 * **token_local_linearised**: the block on one row, as parts whose Jacobians are known
   (`linearisation`);
 * **token_local**: reverse mode through the block on one row, with the keys and values
