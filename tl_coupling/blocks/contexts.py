@@ -188,7 +188,10 @@ class AttentionProducts(TorchFunctionMode):
         options = kwargs or {}
         # Once it has met the keys and the values, attention has its factors.
         meets_rows = len(self.context.seen) < 2
-        if meets_rows and func is nn.functional.scaled_dot_product_attention:
+        # Of a cache, attention has the keys and values of all rows already.
+        is_apart = self.context.keeps_own_row_apart and self.context.n_products == 0
+        is_attention = func is nn.functional.scaled_dot_product_attention
+        if is_attention and (meets_rows or is_apart):
             return self._attention(*args, **options)
         # Projections multiply by matrices of two axes.
         is_product = func in PRODUCTS and len(args) == 2
@@ -230,8 +233,10 @@ class AttentionProducts(TorchFunctionMode):
         """Compute attention as two products, which every kind of differentiation
         knows.
         """
-        keys = self.context.completed(k)
-        values = self.context.completed(v)
+        keys, values = k, v
+        if len(self.context.seen) < 2:
+            keys = self.context.completed(k)
+            values = self.context.completed(v)
         if enable_gqa:
             keys, values = (
                 rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1)
