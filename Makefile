@@ -112,11 +112,14 @@ coverage: .venv/ready
 plant-errors: .venv/ready
 	.venv/bin/python tools/plant_errors.py --number $(or $(NUMBER),30) --seed $(or $(SEED),0)
 
-# Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page.
+# Every architecture that TransformerLens names, against autograd; ONLY="llama gpt2": some of them, and no page; OWN=1:
+# HuggingFace's modules without a bridge, and no page.
 ZOO = OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/support $(1)/bin/python -m zoo
 
 zoo: setup
-ifneq ($(ONLY),)
+ifneq ($(OWN),)
+	$(call ZOO,.venv) --own-modules $(if $(ONLY),--only $(ONLY))
+else ifneq ($(ONLY),)
 	$(call ZOO,.venv) --only $(ONLY)
 else
 	$(call ZOO,.venv-tl3) --save out/zoo-3.9.json

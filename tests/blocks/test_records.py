@@ -93,6 +93,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: (
         x.view(1, 3, 1, 4).expand(2, 3, 5, 4).sum((0, 2)).flatten(0)[None]
     ),
+    "constants": lambda x: x * torch.ones_like(x) + x.new_full((1, D), 2.0) * x.sign(),
+    "overwritten": lambda x: x.clone().fill_(3.0) * x + x.clone().copy_(x[:, :1]),
     "detached": lambda x: x.detach() * x,
 }
 

@@ -27,33 +27,12 @@ from tl_coupling.interrupts import hear_interrupts
 
 aten = torch.ops.aten
 # The same entries in the same order; `detach` hides nothing from a record.
-_SAME_ENTRIES = {
-    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "alias", "detach"),
-    *("clone", "contiguous", "_to_copy", "lift_fresh"),
-}
-# What has a slope of zero nearly everywhere, and none that could be meant.
-_STAIRS = {
-    *("round", "floor", "ceil", "trunc", "frac", "quantize_per_tensor"),
-    *("quantize_per_channel", "fake_quantize_per_tensor_affine", "_local_scalar_dense"),
-}
-# What depends on values by jumps alone: which experts, which tokens, which shape.
-_SELECTIONS = {
-    *("nonzero", "argsort", "argmax", "argmin", "gt", "lt", "ge", "le", "eq", "ne"),
-    *("isnan", "isinf", "isneginf", "sign", "sgn", "zeros_like", "ones_like"),
-    *(
-        "fill",
-        "zero",
-        "empty_like",
-        "full_like",
-        "new_zeros",
-        "new_empty",
-        "new_ones",
-        "new_full",
-    ),
-}
-
-
-# Of one tangent (float32: 1 GiB); the MLP of a block of 70 billion parameters' model fits.
+_COPIES = {"alias", "detach", "clone", "contiguous", "_to_copy", "lift_fresh"}
+_VIEWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
+# What has a slope of zero nearly everywhere, which nobody can mean.
+_ROUNDS = {"round", "floor", "ceil", "trunc", "frac"}
+_QUANTIZES = {"quantize_per_tensor", "quantize_per_channel"}
+# Of one tangent (float32: 1 GiB): the MLP of a model of 70 billion parameters fits.
 _MOST_ENTRIES = 2**28
 
 
@@ -246,18 +225,18 @@ class _Pushforward:
         """Give an operation's outputs their tangents."""
         inputs = self._inputs(operation)
         name = operation.name
-        if not inputs or name in _SELECTIONS:
+        if not inputs or _makes_constants(name):
             return
         outputs = list(tensors_in(operation.outputs))
         is_whole = not any(map(_has_slope, outputs))
-        if name in _STAIRS or (is_whole and name == "_to_copy"):
+        if name in _ROUNDS | _QUANTIZES or (is_whole and name == "_to_copy"):
             raise BlockError(f"the block calls `{name}`, which has no slope")
         if is_whole:
             return
         rule = _RULES.get(name)
         if rule is not None and rule(self, operation):
             return
-        if name in _SAME_ENTRIES:
+        if name in _COPIES | _VIEWS:
             self._keep_entries(operation)
         elif torch.Tag.pointwise in operation.function.tags:
             self._push_pointwise(operation, inputs)
@@ -601,6 +580,11 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def _makes_constants(name: str) -> bool:
+    """Say whether an operation takes nothing but a shape from what it gets."""
+    return name in ("fill", "zero") or name.startswith("new_") or name.endswith("_like")
 
 
 def _has_slope(value: Tensor) -> bool:
