@@ -205,7 +205,8 @@ class _Pushforward:
 
     def _check_size(self, operation: Operation) -> None:
         """Raise BlockError where tangents take more memory than another way would."""
-        widest = max(output.numel() for output in tensors_in(operation.outputs))
+        sizes = [output.numel() for output in tensors_in(operation.outputs)]
+        widest = max(sizes, default=0)
         if self._root.n * widest > _MOST_ENTRIES:
             raise BlockError(
                 "the tangents of a value do not fit in the memory for them"
@@ -229,7 +230,9 @@ class _Pushforward:
             return
         outputs = list(tensors_in(operation.outputs))
         is_whole = not any(map(_has_slope, outputs))
-        if name in _ROUNDS | _QUANTIZES or (is_whole and name == "_to_copy"):
+        is_counted = any(output.dtype != torch.bool for output in outputs)
+        is_rounded = name == "_to_copy" and is_whole and is_counted
+        if name in _ROUNDS | _QUANTIZES or is_rounded:
             raise BlockError(f"the block calls `{name}`, which has no slope")
         if is_whole:
             return

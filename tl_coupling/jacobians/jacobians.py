@@ -53,8 +53,9 @@ def block_jacobian(
             as in the paper.
         input_position: `t1`, the token that is moved.
         output_position: `t2`, the token that is read.
-        chunk_size: rows of J to compute at a time. By default as many as keep the
-            widest activation below about 64 MiB.
+        chunk_size: rows of J to compute at a time, where they are pulled back. By
+            default as many as keep the widest activation below about 64 MiB. A record
+            of the block's operations gives all at once.
         function: of a block that normalises the stream itself (post-norm: BERT),
             "block" is `f(X) = block(X) − X`, whose J holds `−I`: `I + J` is the block's
             derivative. "branches" is what its residual branches add before their norms,
@@ -66,9 +67,9 @@ def block_jacobian(
             a block that normalises the stream by something else than a module that is
             called on it.
 
-    Cost: `d_model` backward passes of one block on one token, or on the whole prompt
-    where the block does not allow token-local evaluation (decided by a comparison with
-    the full sequence).
+    Cost: the products of one block's matrices on `d_model` tangents of one token, or
+    `d_model` backward passes on the whole prompt where the block does not allow
+    token-local evaluation (decided by a comparison with the full sequence).
 
     Example:
         >>> tlc.block_jacobian(trace, layer=1).shape
