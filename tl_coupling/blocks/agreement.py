@@ -273,7 +273,7 @@ def _is_equal(
     held to.
     """
     if step.shape != own_step.shape:
-        return torch.tensor(False)
+        return torch.zeros((), dtype=torch.bool, device=own_step.device)
     error = (step.to(own_step.device) - own_step).norm(dim=1)
     scale = own_step.norm(dim=1) + SHARE_OF_STREAM * stream.norm(dim=1)
     return is_within(error, TOLERANCE * scale).all()

@@ -299,6 +299,6 @@ def read_together(values: list[Tensor]) -> Tensor:
     Each by itself makes a GPU wait.
     """
     if not values:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu")
     home = values[0].device
     return torch.stack([value.to(home) for value in values]).cpu()

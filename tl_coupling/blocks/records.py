@@ -267,7 +267,8 @@ class _Pushforward:
         value = operation.args[0]
         (output,) = operation.outputs
         self._tangents[id(output)] = self._of(value).reshaped(output)
-        self._viewed[id(output)] = self._viewed.get(id(value), id(value))
+        if output.dtype == value.dtype:
+            self._viewed[id(output)] = self._viewed.get(id(value), id(value))
 
     def _move(
         self, operation: Operation, move: Callable[[Tensor, int], Tensor]

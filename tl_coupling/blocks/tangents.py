@@ -144,10 +144,10 @@ class Tangent:
                 dense.append(own.diagonal.reshape(-1, 1) * matrix)
             for u, v in own.rank_one:
                 tangent.rank_one.append(
-                    (u, (v.reshape(-1) @ matrix).reshape(self.shape))
+                    (u, _product(v.reshape(-1), matrix).reshape(self.shape))
                 )
             if own.dense is not None:
-                dense.append(own.dense.reshape(own.base.n, -1) @ matrix)
+                dense.append(_product(own.dense.reshape(own.base.n, -1), matrix))
         for u, v in self.rank_one:
             tangent.rank_one.append((own.pulled_back(u), v))
         total = _sum(dense)
@@ -161,9 +161,9 @@ class Tangent:
         if self.diagonal is not None:
             parts.append(self.diagonal.reshape(-1) * u)
         for own_u, v in self.rank_one:
-            parts.append(own_u * (v.reshape(-1) @ u))
+            parts.append(own_u * _product(v.reshape(-1), u))
         if self.dense is not None:
-            parts.append(self.dense.reshape(self.base.n, -1) @ u)
+            parts.append(_product(self.dense.reshape(self.base.n, -1), u))
         total = _sum(parts)
         return torch.zeros(self.base.n).to(u) if total is None else total
 
@@ -180,6 +180,12 @@ def relative_to_one_base(tangents: Sequence[Tangent]) -> list[Tangent]:
             for tangent in tangents
         ]
     return tangents
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left @ right`; a block may compute parts of itself in another precision."""
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    return left.to(dtype) @ right.to(dtype)
 
 
 def _flat(dense: Tensor | None) -> Tensor | None:
