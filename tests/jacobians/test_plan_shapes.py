@@ -126,10 +126,14 @@ def test_rows_are_as_slow_as_was_measured():
 
 @pytest.mark.parametrize("shape", [shape for name, shape in RUNS if name != "gpu"])
 def test_shapes_without_weights_are_planned_as_those_with(shape):
-    """Which was planned before a record took the Jacobians, up to 1.2 % more flops."""
+    """The Jacobians' stage was planned before a record took them; `test_budget` counts
+    that one.
+    """
     run = RUNS["large_shapes", shape]
+    of_jacobians = run["planned_tflop"]["jacobians"] * run["n_layers"]
     for k, by_method in run["planned_tflop_of_model"].items():
         flops = planned("large_shapes", run, int(k)).flops
-        assert sum(flops.values()) / 1e12 == pytest.approx(
-            by_method["jacobians"], rel=2e-2
+        of_others = sum(flops.values()) - flops["jacobians"]
+        assert of_others / 1e12 == pytest.approx(
+            by_method["jacobians"] - of_jacobians, rel=1e-3
         )

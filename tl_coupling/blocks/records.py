@@ -361,6 +361,24 @@ class _Pushforward:
             self._tangents[id(output)] = self._of(value).scaled(1.0, output.shape)
         return True
 
+    def _write_slice(self, operation: Operation) -> bool:
+        """Push through a tensor of which a slice has been replaced."""
+        value, source, *place = operation.args
+        (output,) = operation.outputs
+        dim, *bounds = place or [0]
+        given = [part for part in (value, source) if not self._is_constant(part)]
+        tangents = self._on_one_base(given)
+        base = next(iter(tangents.values())).base
+        whole, part = (
+            tangents[id(written)].filled()
+            if id(written) in tangents
+            else output.new_zeros(base.n, *written.shape)
+            for written in (value, source)
+        )
+        dim = dim % output.ndim + 1
+        self._set(output, base, aten.slice_scatter(whole, part, dim, *bounds))
+        return True
+
     # Sums, products, and attention's softmax
 
     def _sum(self, operation: Operation) -> bool:
@@ -626,6 +644,7 @@ _RULES: dict[str, _Rule] = {
     "expand": _Pushforward._expand,
     "split": _Pushforward._split,
     "split_with_sizes": _Pushforward._split,
+    "slice_scatter": _Pushforward._write_slice,
     "copy": _Pushforward._copy,
     "cat": _Pushforward._concatenate,
     "sum": _Pushforward._sum,
