@@ -294,7 +294,7 @@ def _check_unchanged_between(calls: list[RecordedCall], n_blocks: int) -> None:
 
 
 def read_together(values: list[Tensor]) -> Tensor:
-    """Return numbers of all blocks on the CPU, in one reading for each device.
+    """Return numbers of all blocks on the CPU, in one reading.
 
     Each by itself makes a GPU wait.
     """

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.stairs import tensors_in
 from tl_coupling.blocks.tangents import Base, Tangent, relative_to_one_base
 from tl_coupling.interrupts import hear_interrupts
 
@@ -593,15 +594,6 @@ def _slopes(
             raise
         raise BlockError(f"`{operation.name}` has no derivative in torch") from None
     return list(pull_back(torch.ones_like(output)))
-
-
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in tuples and lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from tensors_in(value)
 
 
 def _makes_constants(name: str) -> bool:

@@ -69,7 +69,7 @@ class Stairs(TorchFunctionMode):
         differentiated.
         """
         name: str = getattr(func, "__name__", "")
-        inputs = list(_tensors(arguments))
+        inputs = list(tensors_in(arguments))
         is_differentiated = any(map(_is_differentiated, inputs))
         origins = [
             self._stopped[x]
@@ -83,7 +83,7 @@ class Stairs(TorchFunctionMode):
             self.stop = name
         elif not origins and name not in _DETACHES and torch.is_grad_enabled():
             return
-        for tensor in _tensors([output]):
+        for tensor in tensors_in([output]):
             if not tensor.is_floating_point():
                 continue
             if tensor.requires_grad and origins:
@@ -99,7 +99,7 @@ def _word(name: str) -> str:
     return "data" if name == "__get__" else name
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, and in tuples and lists of them."""
     # A stack, because this runs for every operation of a block.
     unread = list(values)
