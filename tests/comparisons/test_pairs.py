@@ -21,7 +21,9 @@ from tl_coupling.blocks import BlockFunction
 from tl_coupling.comparisons import CouplingMap
 
 N_LAYERS, K = 4, 6
-MIDDLE, LAST = 3, len(tiny.TOKENS) - 1
+# Of all tokens the widest least gap between singular values (.011 of the norm): where
+# two lie closer, rounding turns their vectors by more than is allowed here.
+MIDDLE, LAST = 5, len(tiny.TOKENS) - 1
 
 
 @pytest.fixture(scope="module")
