@@ -9,9 +9,17 @@ from torch.nn import functional as F
 
 import tl_coupling as tlc
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.records import recorded_jacobian
+from tl_coupling.blocks.records import Record, Recorded
 
 D = 12
+
+
+def _recorded_jacobian(
+    function: Callable[[Tensor, Record], Tensor], x: Tensor
+) -> tuple[Tensor, Tensor]:
+    recorded = Recorded(function, [x])
+    (J,) = recorded.jacobians()
+    return recorded.y, J
 
 
 def _weights(*shape: int) -> Tensor:
@@ -107,7 +115,7 @@ def test_a_record_has_the_jacobian_that_torch_gives(name: str) -> None:
     whole = torch.square if name == "detached" else function
     x = _weights(D)
 
-    y, J = recorded_jacobian(lambda x, _: function(x[None]).reshape(-1), x)
+    y, J = _recorded_jacobian(lambda x, _: function(x[None]).reshape(-1), x)
 
     expected = torch.func.jacfwd(lambda x: whole(x[None]).reshape(-1))(x)
     torch.testing.assert_close(y, whole(x[None]).reshape(-1))
@@ -143,7 +151,7 @@ def test_networks_drawn_at_random(seed: int) -> None:
 
     x = torch.randn(1, D, generator=generator, dtype=torch.float64)
     with torch.no_grad():
-        _, J = recorded_jacobian(lambda x, _: function(x[None])[0], x[0])
+        _, J = _recorded_jacobian(lambda x, _: function(x[None])[0], x[0])
 
     expected = torch.func.jacrev(lambda x: function(x[None])[0])(x[0])
     torch.testing.assert_close(J, expected, rtol=1e-9, atol=1e-10)
@@ -160,12 +168,12 @@ def test_networks_drawn_at_random(seed: int) -> None:
 )
 def test_what_has_no_slope_is_refused(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(BlockError):
-        recorded_jacobian(lambda x, _: function(x), _weights(D) * 5)
+        _recorded_jacobian(lambda x, _: function(x), _weights(D) * 5)
 
 
 def test_constants_of_a_record_stay_out_of_the_derivative() -> None:
     x = _weights(D)
-    _, J = recorded_jacobian(lambda x, record: record.constant(x) * x, x)
+    _, J = _recorded_jacobian(lambda x, record: record.constant(x) * x, x)
     torch.testing.assert_close(J, torch.diag(x))
 
 

@@ -2,7 +2,7 @@
 a cache or within attention.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,8 +59,12 @@ class Context:
         self.before = before
         # The new keys, and then the new values, of the block that runs.
         self.seen: list[Tensor] = []
-        # How many of attention's two products kept the own row apart.
+        # How many of attention's two products kept rows apart.
         self.n_products = 0
+        # What attention's second product gave, once it did.
+        self.attended: Tensor | None = None
+        # The keys and values of other rows that are differentiated, by their place.
+        self.others: Mapping[int, tuple[Tensor, ...]] = {}
         self.constant: Callable[[Tensor], Tensor] = Tensor.detach
         self.times_constant: Callable[[Tensor, Tensor], Tensor] = _times_constant
 
@@ -74,18 +78,23 @@ class Context:
 
     @contextmanager
     def own_row_differentiated(
-        self, constant: Callable[[Tensor], Tensor] | None = None
+        self,
+        constant: Callable[[Tensor], Tensor] | None = None,
+        others: Mapping[int, tuple[Tensor, ...]] | None = None,
     ) -> Iterator[None]:
-        """Differentiate attention by the token's own keys and values alone.
+        """Differentiate attention by the token's own keys and values, and by those of
+        some others, alone.
 
         Reverse mode would find a gradient for those of every row and every seed.
         `constant` makes a tensor one that is not differentiated; of a record, which sees
-        what is detached.
+        what is detached. `others` are keys and values `[1 head 1 d_head]`, in the axes
+        of the context, by their place among all rows.
 
         Raises:
             BlockError: attention is not two matrix products.
         """
         self.keeps_own_row_apart = True
+        self.others = others or {}
         if constant is not None:
             self.constant = constant
             self.times_constant = torch.matmul
@@ -93,6 +102,7 @@ class Context:
             yield
         finally:
             self.keeps_own_row_apart = False
+            self.others = {}
             self.constant = Tensor.detach
             self.times_constant = _times_constant
         if self.n_products != 2:
@@ -256,28 +266,43 @@ class AttentionProducts(TorchFunctionMode):
         n_products = context.n_products
         if not context.keeps_own_row_apart or n_products == len(context.seen):
             return torch.matmul(left, right)
+        product = context.times_constant(left, right)
+        part = n_products
         context.n_products += 1
-        is_of_values = n_products == 1
-        rows = context.seen[n_products]
+        rows = {context.before: context.seen[part]}
+        rows |= {
+            place: keys_and_values[part]
+            for place, keys_and_values in context.others.items()
+        }
+        for place, of_row in rows.items():
+            product = product + self._change(left, right, place, of_row)
+        if part == 1:
+            context.attended = product
+        return product
+
+    def _change(self, left: Tensor, right: Tensor, place: int, row: Tensor) -> Tensor:
+        """Return what a row at a place among all rows changes in the product, whose
+        value is zero.
+        """
+        context = self.context
         if context.dim != -2:
-            rows = rows.transpose(1, 2)
-        place = context.before
-        own = right.select(-2 if is_of_values else -1, place)
-        if own.shape[1] % rows.shape[1]:
+            row = row.transpose(1, 2)
+        n_heads = left.shape[1]
+        if n_heads % row.shape[1]:
             raise BlockError(
                 "keys or values are changed between the cache and the attention's "
                 "products"
             )
         # As often as heads share it.
-        rows = rows.repeat_interleave(own.shape[1] // rows.shape[1], dim=1)
-        zero = rows - context.constant(rows)
-        if is_of_values:
-            change = context.constant(left[..., place : place + 1]) * zero
-        else:
-            scores = (context.constant(left) * zero).sum(-1, keepdim=True)
-            n_after = right.shape[-1] - 1 - place
-            change = nn.functional.pad(scores, (place, n_after))
-        return context.times_constant(left, right) + change
+        n_sharing = n_heads // row.shape[1]
+        if n_sharing > 1:
+            row = row[:, :, None].expand(-1, -1, n_sharing, -1, -1).flatten(1, 2)
+        zero = row - context.constant(row)
+        if context.n_products == 2:
+            return context.constant(left[..., place : place + 1]) * zero
+        scores = (context.constant(left) * zero).sum(-1, keepdim=True)
+        n_after = right.shape[-1] - 1 - place
+        return nn.functional.pad(scores, (place, n_after))
 
 
 class _TimesConstant(torch.autograd.Function):

@@ -105,7 +105,9 @@ class FrozenFunction(BlockFunction):
             self._added_to_differentiated(self.X)
         return constants
 
-    def _recorded(self, t: int, is_apart: bool) -> Evaluated[Jacobians]:
+    def _recorded(
+        self, t1s: list[int], t2: int, is_apart: bool
+    ) -> Evaluated[Jacobians]:
         raise BlockError("a record sees through what is held constant")
 
     def remark_on_norms(self) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -40,12 +40,13 @@ from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.blocks.gate import CheckedBlock
 from tl_coupling.blocks.linearisation import Linearisation
-from tl_coupling.blocks.records import Record, recorded_jacobian
+from tl_coupling.blocks.records import Record, Recorded
 from tl_coupling.blocks.skip_path import n_directions_cut
 from tl_coupling.models import left_as_found
 
 Path = Literal[
     "token_local_recorded",
+    "query_local_recorded",
     "token_local_linearised",
     "token_local",
     "query_local_linearised",
@@ -206,12 +207,11 @@ class BlockFunction(CheckedBlock):
         """
         t1s = list(input_positions)
         arguments = (t1s, output_position, chunk_size)
-        # A record pushes `d_model` tangents through the weight of every key.
-        n_pos, d_model = self.X.shape
-        if t1s == [output_position] and n_pos <= d_model:
-            for is_apart in (True, False):
-                record = partial(self._recorded, output_position, is_apart)
-                yield "token_local_recorded", record
+        recorded: Path = "query_local_recorded"
+        if len(t1s) == 1:
+            recorded = "token_local_recorded"
+        for is_apart in (True, False):
+            yield recorded, partial(self._recorded, t1s, output_position, is_apart)
         # Of several inputs the output row is pulled back once for all.
         if len(t1s) == 1:
             yield "token_local_linearised", partial(self._linearised, *arguments)
@@ -371,23 +371,42 @@ class BlockFunction(CheckedBlock):
 
         return reverse_mode(function, (X,), row_jacobians, 4 * len(X), chunk_size)
 
-    def _recorded(self, t: int, is_apart: bool) -> Evaluated[Jacobians]:
-        """Evaluate from the record of the block's operations on one row.
+    def _recorded(
+        self, t1s: list[int], t2: int, is_apart: bool
+    ) -> Evaluated[Jacobians]:
+        """Evaluate from the record of the block's operations on one row, and of the keys
+        and values of other input rows.
 
-        If `is_apart`, attention meets the row's own keys and values apart from the
-        others'; else among them, whatever is done to them before, which takes a tangent
+        If `is_apart`, attention meets those rows, and the row's own, apart from all
+        others; else among them, whatever is done to them before, which takes a tangent
         of all.
         """
-        context = self.call.context(t, self._context(t))
+        keys_and_values = self._context(t2)
+        others = [t1 for t1 in t1s if t1 != t2]
+        other_rows = self._rows_in(keys_and_values, others, t2)
 
-        def added(x: Tensor, record: Record) -> Tensor:
-            apart = context.own_row_differentiated(record.constant)
-            with apart if is_apart else nullcontext():
+        def added(*arguments: Any) -> Tensor:
+            *inputs, record = arguments
+            rows = dict(zip(t1s, inputs, strict=True))
+            x = rows.get(t2, self.X[t2])
+            of_others = {
+                t1: self.call.keys_and_values(rows[t1][None], t1) for t1 in others
+            }
+            if is_apart:
+                context = self.call.context(t2, keys_and_values)
+                apart = context.own_row_differentiated(record.constant, of_others)
+            else:
+                replaced = other_rows.context_with(
+                    *_concatenated(of_others.values(), self.call.position_dim)
+                )
+                context = self.call.context(t2, replaced)
+                apart = nullcontext()
+            with apart:
                 y = self.row_output(x[None].clone(), context).reshape(-1)
             return y - x
 
-        y, J = recorded_jacobian(added, self.X[t])
-        return y, [J]
+        recorded = Recorded(added, [self.X[t1] for t1 in t1s])
+        return recorded.y, recorded.jacobians()
 
     def _token_local(
         self, t1s: list[int], t2: int, chunk_size: int | None
@@ -582,6 +601,13 @@ def _context_jacobians(
     width = 2 * len(rows.positions)
     pull_back = rows.pull_back()
     return reverse_mode(heads, inputs, pull_back, width, chunk_size, seeds)[1]
+
+
+def _concatenated(
+    keys_and_values: Iterable[tuple[Tensor, ...]], dim: int
+) -> list[Tensor]:
+    """Return keys, and values, of several rows along their axis of positions."""
+    return [torch.cat(parts, dim) for parts in zip(*keys_and_values, strict=True)]
 
 
 def _remove_row(rows: Tensor, position: int, dim: int) -> Tensor:

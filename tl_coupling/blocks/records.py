@@ -12,10 +12,11 @@ Nothing here knows norms, MLPs or heads. Where rows meet in attention is said by
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Inexact
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.stairs import tensors_in
-from tl_coupling.blocks.tangents import Base, Tangent, relative_to_one_base
+from tl_coupling.blocks.tangents import (
+    Base,
+    Tangent,
+    Term,
+    bases_of,
+    check_size,
+    coarsened,
+    dense_term,
+)
 from tl_coupling.interrupts import hear_interrupts
 
 aten = torch.ops.aten
@@ -33,8 +42,8 @@ _VIEWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
 # What has a slope of zero nearly everywhere, which nobody can mean.
 _ROUNDS = {"round", "floor", "ceil", "trunc", "frac"}
 _QUANTIZES = {"quantize_per_tensor", "quantize_per_channel"}
-# Of one tangent (float32: 1 GiB): the MLP of a model of 70 billion parameters fits.
-_MOST_ENTRIES = 2**28
+# How many times as wide as what it comes from a value is written relative to.
+_NARROW = 4
 
 
 class Operation(NamedTuple):
@@ -72,16 +81,16 @@ class _InPlace(BlockError):
 
 # A mode, because the operations are those of the block's own code.
 class Record(TorchDispatchMode):
-    """Context that notes the operations on what depends on `x`, in order.
+    """Context that notes the operations on what depends on `inputs`, in order.
 
     The tensors are kept: no other one gets their ids.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.x = x
+        self.inputs = inputs
         self.operations: list[Operation] = []
-        self._dependent = {id(x)}
+        self._dependent = set(map(id, inputs))
         self._is_paused = False
 
     def __torch_dispatch__(
@@ -137,15 +146,15 @@ class Record(TorchDispatchMode):
         return any(
             value is not tensor
             and value.untyped_storage().data_ptr() == storage.data_ptr()
-            for value in [self.x, *noted]
+            for value in [*self.inputs, *noted]
         )
 
     def _depends(self, values: Sequence[Any]) -> bool:
-        """Say whether any tensor among values depends on x."""
+        """Say whether any tensor among values depends on an input."""
         return any(id(tensor) in self._dependent for tensor in tensors_in(values))
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as one that does not depend on x."""
+        """Return a tensor as one that does not depend on an input."""
         self._is_paused = True
         try:
             return tensor.detach()
@@ -153,70 +162,97 @@ class Record(TorchDispatchMode):
             self._is_paused = False
 
 
-def recorded_jacobian(
-    function: Callable[[Tensor, Record], Tensor], x: Float[Tensor, " d"]
-) -> tuple[Float[Tensor, " d_out"], Float[Tensor, "d_out d"]]:
-    """Return a function's value at x, and its Jacobian.
+class Recorded:
+    """A function's value `y` where its operations were recorded, and its tangents there.
 
     Args:
-        function: of x, and of the record that is made while it runs, for what it wants
-            to be constant.
-        x: where it is differentiated.
+        function: of the inputs, and of the record that is made while it runs, for what
+            it wants to be constant.
+        inputs: where it is differentiated.
+        middle: gives a value that `function` computed on the way, to be a base; None if
+            there is none.
 
     Raises:
         BlockError: an operation has no derivative, or none that torch knows.
     """
-    # Not what others hold: operations on that would be noted as well.
-    x = x.detach().clone()
-    try:
-        with Record(x) as record:
-            y = function(x, record)
-    except _InPlace:
-        # torch writes such operations out of place, at a cost for each operation.
-        with Record(x) as record:
-            y = torch.func.functionalize(lambda x: function(x, record))(x)
-    return y, _Pushforward(record, y).jacobian()
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        inputs: Sequence[Float[Tensor, " d"]],
+        middle: Callable[[], Tensor | None] = lambda: None,
+    ) -> None:
+        # Not what others hold: operations on that would be noted as well.
+        inputs = [x.detach().clone() for x in inputs]
+        try:
+            with Record(inputs) as record:
+                self.y = function(*inputs, record)
+        except _InPlace:
+            # torch writes such operations out of place, at a cost for each operation.
+            with Record(inputs) as record:
+                run = torch.func.functionalize(lambda *x: function(*x, record))
+                self.y = run(*inputs)
+        self._pushforward = _Pushforward(record, middle())
+        self.tangent = self._pushforward.tangent_of(self.y)
+
+    @property
+    def middle(self) -> Base | None:
+        """The base that the value on the way became, if it did."""
+        return self._pushforward.middle
+
+    def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
+        """Return `dy / dx` of each input x."""
+        return self.jacobians_of(self.tangent)
+
+    def jacobians_of(self, tangent: Tangent) -> list[Float[Tensor, "d_out d"]]:
+        """Return the Jacobian of each input from a tangent of y."""
+        terms = tangent.relative_to_inputs()
+        return [
+            terms[base].filled().mT.contiguous()
+            if base in terms
+            else self.y.new_zeros(self.y.numel(), base.n)
+            for base in self._pushforward.inputs
+        ]
 
 
 class _Pushforward:
-    """Tangents of the values of a record, from its input on."""
+    """Tangents of the values of a record, from its inputs on."""
 
-    def __init__(self, record: Record, y: Tensor) -> None:
+    def __init__(self, record: Record, middle: Tensor | None) -> None:
         self._record = record
-        self._y = y
-        self._tangents = {id(record.x): Tangent.of_base(record.x)}
+        self._middle = None if middle is None else id(middle)
+        self.middle: Base | None = None
+        self._tangents = {id(x): Tangent.of_base(x) for x in record.inputs}
+        self.inputs = bases_of(self._tangents.values())
         # Of a view, the value whose entries it has.
         self._viewed: dict[int, int] = {}
         # Of values that went through a product.
         self._bases: dict[int, Base] = {}
-        self._root = self._tangents[id(record.x)].base
 
-    def jacobian(self) -> Float[Tensor, "d_out d"]:
-        """Return `dy / dx`."""
-        for operation in self._needed_operations():
+    def tangent_of(self, y: Tensor) -> Tangent:
+        """Push to a value, and return its tangent."""
+        for operation in self._needed_operations(y):
             hear_interrupts()
-            self._check_size(operation)
             self._push(operation)
-        if id(self._y) not in self._tangents:
+            if self.middle is None and self._middle is not None:
+                for output in tensors_in(operation.outputs):
+                    if id(output) == self._middle:
+                        self.middle = self._written_from(output)
+        if id(y) not in self._tangents:
             raise BlockError("the output does not depend on the token")
-        tangent = self._tangents[id(self._y)]
-        while tangent.base is not self._root:
-            tangent = tangent.relative_to_origin()
-        return tangent.filled().reshape(self._root.n, -1).mT.contiguous()
+        return self._of(y)
 
-    def _check_size(self, operation: Operation) -> None:
-        """Raise BlockError where tangents take more memory than another way would."""
-        sizes = [output.numel() for output in tensors_in(operation.outputs)]
-        widest = max(sizes, default=0)
-        if self._root.n * widest > _MOST_ENTRIES:
-            raise BlockError(
-                "the tangents of a value do not fit in the memory for them"
-            )
+    def _written_from(self, value: Tensor) -> Base:
+        """Write all that comes of a value relative to it."""
+        base = self._base_of(value)
+        identity = value.new_ones(base.n, 1, 1)
+        self._set(value, {base: Term({base.n: identity})})
+        return base
 
-    def _needed_operations(self) -> list[Operation]:
+    def _needed_operations(self, y: Tensor) -> list[Operation]:
         """Return the operations on which y depends, in order."""
         needed = []
-        wanted = {id(self._y)}
+        wanted = {id(y)}
         for operation in reversed(self._record.operations):
             if any(id(output) in wanted for output in operation.outputs):
                 needed.append(operation)
@@ -248,7 +284,7 @@ class _Pushforward:
             self._push_by_torch(operation, inputs)
 
     def _inputs(self, operation: Operation) -> list[Tensor]:
-        """Return the arguments that depend on x, each once."""
+        """Return the arguments that depend on an input, each once."""
         arguments = {id(tensor): tensor for tensor in tensors_in(operation.args)}
         if any(
             id(t) in self._tangents for t in tensors_in([*operation.kwargs.values()])
@@ -262,68 +298,104 @@ class _Pushforward:
     def _of(self, tensor: Tensor) -> Tangent:
         return self._tangents[id(tensor)]
 
+    def _set(self, output: Tensor, terms: Mapping[Base, Term]) -> bool:
+        self._tangents[id(output)] = Tangent(dict(terms))
+        return True
+
+    def _map(self, operation: Operation, function: Callable[[Term], Term]) -> bool:
+        (output,) = operation.outputs
+        value = operation.args[0]
+        return self._set(output, self._of(value).mapped(function).terms)
+
     # Operations by which entries stay as they are
 
-    def _keep_entries(self, operation: Operation) -> None:
+    def _keep_entries(self, operation: Operation) -> bool:
         value = operation.args[0]
         (output,) = operation.outputs
-        self._tangents[id(output)] = self._of(value).reshaped(output)
-        if output.dtype == value.dtype:
-            self._viewed[id(output)] = self._viewed.get(id(value), id(value))
+        if output.dtype != value.dtype:
+            return self._map(operation, lambda term: term.to(output.dtype))
+        self._viewed[id(output)] = self._viewed.get(id(value), id(value))
+        return self._set(output, self._of(value).terms)
 
     def _move(
         self, operation: Operation, move: Callable[[Tensor, int], Tensor]
     ) -> bool:
+        value = operation.args[0]
         (output,) = operation.outputs
-        tangent = self._of(operation.args[0]).moved(output.shape, move)
-        self._tangents[id(output)] = tangent
-        return True
+        return self._set(output, self._of(value).moved(value.shape, move).terms)
 
     def _transpose(self, operation: Operation) -> bool:
-        first, second = operation.args[1:3]
-        return self._move(
-            operation,
-            lambda x, n: x.transpose(_shifted(first, n), _shifted(second, n)),
-        )
+        value, first, second = operation.args[:3]
+        order = list(range(value.ndim))
+        order[first], order[second] = order[second], order[first]
+        return self._permute_to(operation, order)
 
     def _transpose_matrix(self, operation: Operation) -> bool:
-        if operation.args[0].ndim < 2:
-            self._keep_entries(operation)
-            return True
-        return self._move(operation, lambda x, _: x.mT)
+        order = range(operation.args[0].ndim)
+        return self._permute_to(operation, list(order)[::-1])
 
     def _permute(self, operation: Operation) -> bool:
         value, order = operation.args[:2]
-        axes = [axis % value.ndim for axis in order]
+        return self._permute_to(operation, [axis % value.ndim for axis in order])
+
+    def _permute_to(self, operation: Operation, order: Sequence[int]) -> bool:
+        shape = operation.args[0].shape
+        # Axes of one entry may stand anywhere.
+        long_axes = [axis for axis in order if shape[axis] > 1]
+        if long_axes == sorted(long_axes):
+            return self._keep_entries(operation)
         return self._move(
             operation,
-            lambda x, n: x.permute(*range(n), *(axis + n for axis in axes)),
+            lambda x, n: x.permute(*range(n), *(axis + n for axis in order)),
         )
 
     def _slice(self, operation: Operation) -> bool:
-        _, dim, *bounds = [*operation.args, 0][: max(2, len(operation.args))]
+        value, dim, *bounds = [*operation.args, 0][: max(2, len(operation.args))]
+        if operation.outputs[0].shape == value.shape:
+            return self._keep_entries(operation)
         return self._move(
             operation,
             lambda x, n: aten.slice(x, _shifted(dim, n), *bounds),
         )
 
     def _select(self, operation: Operation) -> bool:
-        dim, index = operation.args[1:3]
+        value, dim, index = operation.args[:3]
+        if value.shape[dim] == 1:
+            return self._keep_entries(operation)
         return self._move(operation, lambda x, n: x.select(_shifted(dim, n), index))
 
     def _expand(self, operation: Operation) -> bool:
         (output,) = operation.outputs
         value = operation.args[0]
-        if output.shape == value.shape:
-            self._keep_entries(operation)
-            return True
-        missing = [1] * (output.ndim - value.ndim)
+        if output.numel() == value.numel():
+            return self._keep_entries(operation)
+        aligned = (*[1] * (output.ndim - value.ndim), *value.shape)
+        longer = [a for a in range(output.ndim) if aligned[a] != output.shape[a]]
+        n_blocks = output.shape[: longer[0]].numel()
+        if len(longer) == 1 and n_blocks > 1 and self._is_narrow(value):
+            # Keys and values that heads share: so often, within a block for each.
+            base = self._base_of(value)
+            times = output.shape[longer[0]]
+            identity = torch.eye(base.n // n_blocks).to(output)
+            repeated = identity.repeat(1, times).expand(n_blocks, -1, -1)
+            return self._set(output, {base: Term({n_blocks: repeated})})
+        tangent = self._of(value).scaled(1.0, value.shape, output.shape)
+        return self._set(output, tangent.terms)
 
-        def expand(x: Tensor, n: int) -> Tensor:
-            x = x.reshape(*x.shape[:n], *missing, *value.shape)
-            return x.expand(*x.shape[:n], *output.shape)
-
-        return self._move(operation, expand)
+    def _pad(self, operation: Operation) -> bool:
+        value, widths, *_ = operation.args
+        (output,) = operation.outputs
+        if not self._is_narrow(value):
+            return False
+        # Of a longer value, the last axes within blocks for what stands before them.
+        n_padded = len(widths) // 2
+        n_blocks = value.shape[: value.ndim - n_padded].numel()
+        base = self._base_of(value)
+        identity = torch.eye(base.n // n_blocks).to(output)
+        rows = identity.reshape(-1, *value.shape[value.ndim - n_padded :])
+        padded = aten.constant_pad_nd(rows, widths).reshape(1, len(rows), -1)
+        repeated = padded.expand(n_blocks, -1, -1)
+        return self._set(output, {base: Term({n_blocks: repeated})})
 
     def _split(self, operation: Operation) -> bool:
         value = operation.args[0]
@@ -343,23 +415,40 @@ class _Pushforward:
         (output,) = operation.outputs
         # An empty part of one axis fits beside any other.
         parts = [part for part in parts if part.ndim == output.ndim]
-        tangents = self._on_one_base([p for p in parts if not self._is_constant(p)])
-        base = next(iter(tangents.values())).base
-        dense = [
-            tangents[id(part)].filled()
-            if id(part) in tangents
-            else part.new_zeros(()).expand(base.n, *part.shape)
-            for part in parts
-        ]
-        self._set(output, base, torch.cat(dense, dim % output.ndim + 1))
-        return True
+
+        def concatenated(base: Base) -> Term:
+            dense = [self._dense(part, base) for part in parts]
+            return dense_term(torch.cat(dense, dim % output.ndim + 1))
+
+        return self._set_of_each(operation, parts, concatenated)
+
+    def _set_of_each(
+        self,
+        operation: Operation,
+        values: Sequence[Tensor],
+        term: Callable[[Base], Term],
+    ) -> bool:
+        """Set the term of each base of some values."""
+        (output,) = operation.outputs
+        return self._set(output, {base: term(base) for base in self._bases_of(values)})
+
+    def _bases_of(self, values: Sequence[Tensor]) -> list[Base]:
+        return bases_of(self._of(v) for v in values if not self._is_constant(v))
+
+    def _dense(self, value: Tensor, base: Base) -> Inexact[Tensor, "n *shape"]:
+        """Return the derivative of a value by a base, as one tensor."""
+        tangent = self._tangents.get(id(value))
+        if tangent is None or base not in tangent.terms:
+            return value.new_zeros(()).expand(base.n, *value.shape)
+        return tangent.terms[base].filled().reshape(-1, *value.shape)
 
     def _copy(self, operation: Operation) -> bool:
         _, value = operation.args[:2]
         (output,) = operation.outputs
         # All that was there before is gone.
         if not self._is_constant(value):
-            self._tangents[id(output)] = self._of(value).scaled(1.0, output.shape)
+            tangent = self._of(value).scaled(1.0, value.shape, output.shape)
+            self._set(output, tangent.terms)
         return True
 
     def _write_slice(self, operation: Operation) -> bool:
@@ -367,44 +456,55 @@ class _Pushforward:
         value, source, *place = operation.args
         (output,) = operation.outputs
         dim, *bounds = place or [0]
-        given = [part for part in (value, source) if not self._is_constant(part)]
-        tangents = self._on_one_base(given)
-        base = next(iter(tangents.values())).base
-        whole, part = (
-            tangents[id(written)].filled()
-            if id(written) in tangents
-            else output.new_zeros(base.n, *written.shape)
-            for written in (value, source)
-        )
         dim = dim % output.ndim + 1
-        self._set(output, base, aten.slice_scatter(whole, part, dim, *bounds))
-        return True
+
+        def written(base: Base) -> Term:
+            whole = self._dense(value, base)
+            part = self._dense(source, base)
+            return dense_term(aten.slice_scatter(whole, part, dim, *bounds))
+
+        return self._set_of_each(operation, [value, source], written)
 
     # Sums, products, and attention's softmax
 
     def _sum(self, operation: Operation) -> bool:
-        return self._reduce(operation, torch.sum)
-
-    def _mean(self, operation: Operation) -> bool:
-        return self._reduce(operation, torch.mean)
-
-    def _reduce(self, operation: Operation, reduce: Callable[..., Tensor]) -> bool:
         value = operation.args[0]
-        (output,) = operation.outputs
-        tangent = self._of(value)
+        if value.numel() == 1:
+            return self._keep_entries(operation)
         dims = operation.args[1] if len(operation.args) > 1 else None
         if isinstance(dims, int):
             dims = [dims]
-        dims = [dim % value.ndim for dim in dims or range(value.ndim)]
-        is_diagonal = tangent.dense is None and not tangent.rank_one
-        if is_diagonal and output.numel() == 1 and tangent.diagonal is not None:
-            share = output.numel() / value.numel() if reduce is torch.mean else 1
-            dense = (share * tangent.diagonal).reshape(-1, *output.shape)
-        else:
-            reduced = reduce(tangent.filled(), [dim + 1 for dim in dims])
-            dense = reduced.reshape(-1, *output.shape)
-        self._set(output, tangent.base, dense.to(output.dtype))
-        return True
+        dims = sorted(dim % value.ndim for dim in dims or range(value.ndim))
+        n_summed = torch.Size(value.shape[dim] for dim in dims).numel()
+        n_left = value.numel() // n_summed
+        is_last = value.shape[dims[0] :].numel() == n_summed
+
+        def summed(term: Term) -> Term:
+            result = Term()
+            for n_blocks, blocks in term.blocks.items():
+                if is_last and n_left % n_blocks == 0:
+                    of_each = blocks.unflatten(2, (-1, n_summed))
+                    result += Term({n_blocks: of_each.sum(-1)})
+                elif is_last and len(blocks) == value.numel():
+                    # A diagonal one: its entries, in blocks.
+                    result += Term({n_left: blocks.reshape(n_left, n_summed, 1)})
+                else:
+                    dense = coarsened(blocks, 1)[0].reshape(-1, *value.shape)
+                    result += dense_term(dense.sum([dim + 1 for dim in dims]))
+            for u, v in term.rank_one:
+                of_v = v.reshape(value.shape).sum(dims).reshape(-1)
+                result += Term({}, [(u, of_v)])
+            return result
+
+        dtype = operation.outputs[0].dtype
+        return self._map(operation, lambda term: summed(term).to(dtype))
+
+    def _mean(self, operation: Operation) -> bool:
+        self._sum(operation)
+        (output,) = operation.outputs
+        share = output.numel() / operation.args[0].numel()
+        mean = self._of(output).mapped(lambda term: term.scaled(share))
+        return self._set(output, mean.terms)
 
     def _multiply_matrices(self, operation: Operation) -> bool:
         left, right = operation.args[:2]
@@ -420,13 +520,20 @@ class _Pushforward:
         """Push one row through a matrix: the row is the base of what comes out."""
         if not self._is_constant(right) or left.shape[:-1].numel() != 1:
             return False
-        # One base for all products of a value, whatever views lead to it.
-        viewed = self._viewed.get(id(left), id(left))
+        matrix = right.reshape(right.shape[-2:])
+        return self._set(output, {self._base_of(left): dense_term(matrix)})
+
+    def _base_of(self, value: Tensor) -> Base:
+        """Return one base for all products of a value, whatever views lead to it."""
+        viewed = self._viewed.get(id(value), id(value))
         if viewed not in self._bases:
-            self._bases[viewed] = Tangent.of_base(left, self._of(left)).base
-        dense = right.reshape(right.shape[-2], *output.shape)
-        self._set(output, self._bases[viewed], dense)
-        return True
+            self._bases[viewed] = Base(value.numel(), self._of(value))
+        return self._bases[viewed]
+
+    def _is_narrow(self, value: Tensor) -> bool:
+        """Say whether a value has not many more entries than what it comes from."""
+        widest = max(base.n for base in self._of(value).terms)
+        return value.numel() <= _NARROW * widest
 
     def _multiply_batches(self, operation: Operation) -> bool:
         left, right = operation.args[:2]
@@ -435,12 +542,43 @@ class _Pushforward:
             return False
         if self._multiply_row(left, right, output):
             return True
-        tangent = self._of(left)
         n_batches, n_rows, _ = left.shape
-        rows = tangent.filled().movedim(0, 1).reshape(n_batches, -1, left.shape[-1])
-        dense = torch.bmm(rows, right).reshape(n_batches, -1, n_rows, right.shape[-1])
-        self._set(output, tangent.base, dense.movedim(1, 0))
-        return True
+        are_blocks = all(
+            n_blocks % n_batches == 0 and not term.rank_one
+            for term in self._of(left).terms.values()
+            for n_blocks in term.blocks
+        )
+        if are_blocks or not self._is_narrow(left):
+            return self._multiply_blocks(operation)
+        # Each row of each batch by its matrix: for heads, what they do to queries.
+        n_blocks = n_batches * n_rows
+        blocks = right[:, None].expand(-1, n_rows, -1, -1).flatten(0, 1)
+        return self._set(output, {self._base_of(left): Term({n_blocks: blocks})})
+
+    def _multiply_blocks(self, operation: Operation) -> bool:
+        """Multiply each batch's rows by its matrix, tangents by it as well."""
+        left, right = operation.args[:2]
+        n_batches, n_rows, n_inner = left.shape
+
+        def multiplied(term: Term) -> Term:
+            result = Term()
+            dense = [torch.outer(u, v)[None] for u, v in term.rank_one]
+            for matrices in [*term.blocks.values(), *dense]:
+                kept = gcd(len(matrices), n_batches * n_rows)
+                if kept % n_batches == 0:
+                    blocks = coarsened(matrices, kept)
+                    rows = blocks.reshape(n_batches, -1, n_inner) @ right
+                    result += Term({kept: rows.reshape(kept, blocks.shape[1], -1)})
+                else:
+                    blocks = coarsened(matrices, 1)
+                    of_batches = blocks.reshape(-1, n_batches, n_rows, n_inner)
+                    check_size(len(of_batches) * operation.outputs[0].numel())
+                    rows = of_batches.transpose(0, 1).flatten(1, 2) @ right
+                    product = rows.unflatten(1, (-1, n_rows)).transpose(0, 1)
+                    result += dense_term(product)
+            return result
+
+        return self._map(operation, multiplied)
 
     def _multiply_groups(self, operation: Operation) -> bool:
         """Push rows through the matrix of each one's group: a mixture of experts."""
@@ -450,44 +588,66 @@ class _Pushforward:
         is_grouped = left.ndim == 2 and right.ndim == 3 and isinstance(ends, Tensor)
         if not is_grouped or not self._is_constant(right):
             return False
-        tangent = self._of(left)
-        rows = tangent.filled()
-        dense = rows.new_zeros(len(rows), *output.shape)
-        start = 0
-        for matrix, end in zip(right, ends.tolist(), strict=True):
-            if end > start:
-                dense[:, start:end] = rows[:, start:end] @ matrix
-            start = end
-        self._set(output, tangent.base, dense)
-        return True
+        stops = ends.tolist()
+
+        def multiplied(term: Term) -> Term:
+            rows = term.filled().reshape(-1, *left.shape)
+            dense = rows.new_zeros(len(rows), *output.shape)
+            start = 0
+            for matrix, end in zip(right, stops, strict=True):
+                if end > start:
+                    dense[:, start:end] = rows[:, start:end] @ matrix
+                start = end
+            return dense_term(dense)
+
+        return self._map(operation, multiplied)
 
     def _softmax(self, operation: Operation) -> bool:
         value, dim = operation.args[:2]
         (output,) = operation.outputs
-        tangent = self._of(value)
-        weighted = output * tangent.filled()
-        total = weighted.sum(dim % value.ndim + 1, keepdim=True)
-        self._set(output, tangent.base, weighted - output * total)
-        return True
+        length = value.shape[dim]
+        n_rows = value.numel() // length
+        if value.shape[dim:].numel() != length:
+            return False
+        pattern = output.reshape(-1)
+
+        def pushed(blocks: Tensor) -> Tensor:
+            weighted = blocks * pattern.reshape(len(blocks), 1, -1)
+            rows = weighted.unflatten(2, (-1, length))
+            total = rows.sum(-1, keepdim=True)
+            of_rows = pattern.reshape(len(blocks), 1, -1, length)
+            return (rows - of_rows * total).flatten(2)
+
+        def of_term(term: Term) -> Term:
+            result = Term()
+            for n_blocks, blocks in term.blocks.items():
+                kept = gcd(n_blocks, n_rows)
+                result += Term({kept: pushed(coarsened(blocks, kept))})
+            for u, v in term.rank_one:
+                result.rank_one.append((u, pushed(v[None, None])[0, 0]))
+            return result
+
+        return self._map(operation, of_term)
 
     def _layer_norm(self, operation: Operation) -> bool:
         value, shape, weight, *_ = operation.args
         if value.numel() != torch.Size(shape).numel() or not self._is_constant(weight):
             return False
         output, mean, reciprocal = operation.outputs
-        normalised = (value - mean) * reciprocal
+        normalised = ((value - mean) * reciprocal).reshape(-1)
         gain = reciprocal.expand_as(value)
         if weight is not None:
             gain = gain * weight
-        own = Tangent.of_base(value, self._of(value))
+        gain = gain.reshape(-1)
         d = value.numel()
-        own.diagonal = gain
-        own.rank_one = [
-            (-normalised.reshape(-1) / d, normalised * gain),
-            (-torch.ones_like(value).reshape(-1) / d, gain),
-        ]
-        self._tangents[id(output)] = own.relative_to_origin()
-        return True
+        term = Term(
+            {d: gain.reshape(d, 1, 1)},
+            [
+                (-normalised / d, normalised * gain),
+                (-torch.ones_like(normalised) / d, gain),
+            ],
+        )
+        return self._set(output, self._of(value).mapped(term.after).terms)
 
     # Any other operation
 
@@ -500,50 +660,43 @@ class _Pushforward:
             self._push_by_torch(operation, inputs)
             return
         slopes = slopes or _slopes(operation, inputs, output)
-        tangents = self._on_one_base(inputs)
-        total: Tangent | None = None
+        total = Tangent({})
         for value, slope in zip(inputs, slopes, strict=True):
-            term = tangents[id(value)].scaled(slope, output.shape)
-            total = term if total is None else total + term
-        assert total is not None
+            total += self._of(value).scaled(slope, value.shape, output.shape)
         self._tangents[id(output)] = total
 
     def _push_by_torch(self, operation: Operation, inputs: list[Tensor]) -> None:
         """Push all tangents through an operation together, by torch's forward mode."""
-        tangents = self._on_one_base(inputs)
-        base = next(iter(tangents.values())).base
         ids = [id(value) for value in inputs]
-        places = [
-            place
+        outputs = [
+            (place, output)
             for place, output in enumerate(operation.outputs)
             if isinstance(output, Tensor) and _has_slope(output)
         ]
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
-            outputs = operation.repeated(dict(zip(ids, values, strict=True)))
-            return tuple(outputs[place] for place in places)
+            results = operation.repeated(dict(zip(ids, values, strict=True)))
+            return tuple(results[place] for place, _ in outputs)
 
         def push(*directions: Tensor) -> Any:
             return torch.func.jvp(function, tuple(inputs), directions)[1]
 
-        try:
-            pushed = torch.func.vmap(push)(*(tangents[i].filled() for i in ids))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise BlockError(
-                f"torch does not push through `{operation.name}`"
-            ) from None
-        for place, dense in zip(places, pushed, strict=True):
-            self._set(operation.outputs[place], base, dense)
-
-    def _on_one_base(self, values: Sequence[Tensor]) -> dict[int, Tangent]:
-        """Return tangents of values relative to one base, by the values' ids."""
-        tangents = relative_to_one_base([self._of(value) for value in values])
-        return {id(value): t for value, t in zip(values, tangents, strict=True)}
-
-    def _set(self, output: Tensor, base: Base, dense: Tensor) -> None:
-        self._tangents[id(output)] = Tangent(base, output.shape, dense=dense)
+        terms: list[dict[Base, Term]] = [{} for _ in outputs]
+        for base in self._bases_of(inputs):
+            check_size(base.n * max(output.numel() for _, output in outputs))
+            directions = [self._dense(value, base) for value in inputs]
+            try:
+                pushed = torch.func.vmap(push)(*directions)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise BlockError(
+                    f"torch does not push through `{operation.name}`"
+                ) from None
+            for of_output, dense in zip(terms, pushed, strict=True):
+                of_output[base] = dense_term(dense)
+        for (_, output), of_output in zip(outputs, terms, strict=True):
+            self._set(output, of_output)
 
 
 def _known_slopes(
@@ -634,6 +787,7 @@ _RULES: dict[str, _Rule] = {
     "slice": _Pushforward._slice,
     "select": _Pushforward._select,
     "expand": _Pushforward._expand,
+    "constant_pad_nd": _Pushforward._pad,
     "split": _Pushforward._split,
     "split_with_sizes": _Pushforward._split,
     "slice_scatter": _Pushforward._write_slice,

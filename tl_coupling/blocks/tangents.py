@@ -1,65 +1,150 @@
-"""Tangents with structure: the derivative of one value by another, as a diagonal, terms
-of rank one, and what is dense.
+"""Tangents with structure: the derivative of one value by others, as blocks along a
+diagonal and terms of rank one.
 
 The residual stream goes through a block by sums, and a norm is a diagonal and one or two
-terms of rank one: neither needs a product of matrices. A dense derivative is written
-relative to the narrowest value that it comes from, and one product gives it relative to
-that value's own origin.
+terms of rank one: neither needs a product of matrices. Attention's heads do not meet
+before their output: what they do is a block for each head. A matrix that a value is
+multiplied with makes that value a base: what comes out is written relative to it, and
+one product, at the end, makes it relative to the base's own bases.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 
 import torch
+from jaxtyping import Inexact
 from torch import Tensor
 
+from tl_coupling.blocks.contexts import BlockError
 
-@dataclass(eq=False)
+# Of one tangent (float32: 1 GiB): the MLP of a model of 70 billion parameters fits.
+_MOST_ENTRIES = 2**28
+
+
 class Base:
     """A value of `n` entries relative to which tangents are written.
 
-    `tangent` is its own, relative to an earlier base; None for the input. `depth` counts
-    the bases before it.
+    `tangent` is its own, relative to earlier bases; None for an input. `depth` counts the
+    bases before it.
     """
 
-    n: int
-    tangent: "Tangent | None" = None
-    depth: int = 0
+    def __init__(self, n: int, tangent: "Tangent | None" = None) -> None:
+        self.n = n
+        self.tangent = tangent
+        bases = [] if tangent is None else tangent.terms
+        self.depth = 1 + max((base.depth for base in bases), default=-1)
+
+
+@dataclass
+class Term:
+    """`d value / d base`, a matrix `[n m]` of their flattened entries.
+
+    It is the sum of matrices of B equal blocks along the diagonal, `blocks[B]` `[B n/B
+    m/B]`, one for each B (1: a dense matrix; n = m: a diagonal one), and of `u vᵀ`.
+    """
+
+    blocks: dict[int, Tensor] = field(default_factory=dict)
+    rank_one: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def filled(self) -> Inexact[Tensor, "n m"]:
+        """Return all of it as one matrix."""
+        parts = [coarsened(blocks, 1)[0] for blocks in self.blocks.values()]
+        parts += [torch.outer(u, v) for u, v in self.rank_one]
+        return _sum(parts)
+
+    def with_blocks(self, n_blocks: int) -> Inexact[Tensor, "B n_B m_B"]:
+        """Return it as so many blocks, of which it has at least so many."""
+        parts = [coarsened(blocks, n_blocks) for blocks in self.blocks.values()]
+        return _sum(parts)
+
+    def to(self, dtype: torch.dtype) -> "Term":
+        """Return it in another precision."""
+        return Term(
+            {n_blocks: blocks.to(dtype) for n_blocks, blocks in self.blocks.items()},
+            [(u.to(dtype), v.to(dtype)) for u, v in self.rank_one],
+        )
+
+    def scaled(self, factor: Inexact[Tensor, " m"] | float) -> "Term":
+        """Return that of a value each entry of which changes by so many times."""
+        if isinstance(factor, float):
+            if factor == 1:
+                return self
+            of_blocks = dict.fromkeys(self.blocks, factor)
+        else:
+            of_blocks = {
+                n_blocks: factor.reshape(n_blocks, 1, -1) for n_blocks in self.blocks
+            }
+        return Term(
+            {
+                n_blocks: of_blocks[n_blocks] * blocks
+                for n_blocks, blocks in self.blocks.items()
+            },
+            [(u, factor * v) for u, v in self.rank_one],
+        )
+
+    def __add__(self, other: "Term") -> "Term":
+        blocks = dict(self.blocks)
+        for n_blocks, more in other.blocks.items():
+            blocks[n_blocks] = blocks[n_blocks] + more if n_blocks in blocks else more
+        return Term(blocks, self.rank_one + other.rank_one)
+
+    def after(self, own: "Term") -> "Term":
+        """Return it relative to the base of its base's own term: the chain rule."""
+        total = Term()
+        for blocks in self.blocks.values():
+            for own_blocks in own.blocks.values():
+                product = _product_of_blocks(own_blocks, blocks)
+                total += Term({len(product): product})
+            for u, v in own.rank_one:
+                total.rank_one.append((u, _times_blocks(v, blocks)))
+        for u, v in self.rank_one:
+            total.rank_one.append((own.times(u), v))
+        return total
+
+    def times(self, u: Inexact[Tensor, " m"]) -> Inexact[Tensor, " n"]:
+        """Return this matrix times a vector."""
+        parts = [_times_blocks(u, blocks.mT) for blocks in self.blocks.values()]
+        parts += [own_u * _product(v, u) for own_u, v in self.rank_one]
+        return _sum(parts)
 
 
 @dataclass
 class Tangent:
-    """`d value / d base = diag(diagonal) + Σ u vᵀ + dense`.
+    """The derivatives of a value by all bases on which it depends directly."""
 
-    `diagonal` and each v have the value's shape, each u is `[n]`, and `dense` is
-    `[n *shape]`: the base's entries come first.
-    """
-
-    base: Base
-    shape: torch.Size
-    diagonal: Tensor | None = None
-    rank_one: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    dense: Tensor | None = None
+    terms: dict[Base, Term]
 
     @classmethod
     def of_base(cls, value: Tensor, tangent: "Tangent | None" = None) -> "Tangent":
         """Return the tangent of a value relative to itself, as a new base."""
-        depth = 0 if tangent is None else tangent.base.depth + 1
-        base = Base(value.numel(), tangent, depth)
-        return cls(base, value.shape, diagonal=torch.ones_like(value))
+        base = Base(value.numel(), tangent)
+        return cls({base: Term({base.n: value.new_ones(base.n, 1, 1)})})
 
-    def filled(self) -> Tensor:
-        """Return all of it as one tensor `[n *shape]`."""
-        n = self.base.n
-        width = self.shape.numel()
-        parts = [None if self.dense is None else self.dense.reshape(n, width)]
-        for u, v in self.rank_one:
-            parts.append(torch.outer(u, v.reshape(-1)))
-        if self.diagonal is not None:
-            parts.append(torch.diag(self.diagonal.reshape(-1)))
-        total = _sum(parts)
-        assert total is not None
-        return total.reshape(n, *self.shape)
+    def __add__(self, other: "Tangent") -> "Tangent":
+        terms = dict(self.terms)
+        for base, term in other.terms.items():
+            terms[base] = terms[base] + term if base in terms else term
+        return Tangent(terms)
+
+    def mapped(self, function: Callable[[Term], Term]) -> "Tangent":
+        """Return that of a value that is linear in this one."""
+        return Tangent({base: function(term) for base, term in self.terms.items()})
+
+    def scaled(
+        self, factor: Tensor | float, shape: torch.Size, new_shape: torch.Size
+    ) -> "Tangent":
+        """Return that of a value of another shape, each entry of which changes by
+        `factor` times what an entry of this one, spread over that shape, changes by.
+        """
+        if shape.numel() == new_shape.numel():
+            if isinstance(factor, Tensor) and factor.shape != new_shape:
+                factor = factor.expand(new_shape)
+            if isinstance(factor, Tensor):
+                factor = factor.reshape(-1)
+            flat = factor
+            return self.mapped(lambda term: term.scaled(flat))
+        return self.mapped(lambda term: _spread(term, factor, shape, new_shape))
 
     def moved(
         self, shape: torch.Size, move: Callable[[Tensor, int], Tensor]
@@ -68,118 +153,110 @@ class Tangent:
 
         `move` gets a tensor and how many axes stand before those of the value.
         """
-        tangent = Tangent(self.base, shape)
-        dense = self.dense
-        if self.diagonal is not None:
-            dense = Tangent(self.base, self.shape, self.diagonal, [], dense).filled()
-        if dense is not None:
-            tangent.dense = move(dense, 1)
-        tangent.rank_one = [(u, move(v, 0)) for u, v in self.rank_one]
-        return tangent
 
-    def reshaped(self, value: Tensor) -> "Tangent":
-        """Return that of a value with the same entries in the same order."""
-        tangent = Tangent(self.base, value.shape)
-        if self.diagonal is not None:
-            tangent.diagonal = self.diagonal.reshape(value.shape).to(value.dtype)
-        if self.dense is not None:
-            tangent.dense = self.dense.reshape(-1, *value.shape).to(value.dtype)
-        for u, v in self.rank_one:
-            of_value = v.reshape(value.shape).to(value.dtype)
-            tangent.rank_one.append((u.to(value.dtype), of_value))
-        return tangent
-
-    def scaled(self, factor: Tensor | float, shape: torch.Size) -> "Tangent":
-        """Return that of a value of another shape, each entry of which changes by
-        `factor` times what an entry of this one, spread over that shape, changes by.
-        """
-        tangent = Tangent(self.base, shape)
-        if self.shape.numel() == 1 and shape.numel() > 1:
-            # All entries move as the one does.
-            u = self.filled().reshape(-1)
-            spread = torch.as_tensor(factor, dtype=u.dtype, device=u.device)
-            tangent.rank_one = [(u, spread.expand(shape))]
-            return tangent
-        if self.shape.numel() != shape.numel():
-            dense = self.filled()
-            missing = [1] * (len(shape) - len(self.shape))
-            dense = dense.reshape(self.base.n, *missing, *self.shape)
-            tangent.dense = (factor * dense).expand(self.base.n, *shape)
-            return tangent
-        if self.diagonal is not None:
-            tangent.diagonal = (factor * self.diagonal.reshape(shape)).expand(shape)
-        if self.dense is not None:
-            dense = self.dense.reshape(self.base.n, *shape)
-            is_one = isinstance(factor, float) and factor == 1
-            tangent.dense = dense if is_one else factor * dense
-        for u, v in self.rank_one:
-            tangent.rank_one.append((u, (factor * v.reshape(shape)).expand(shape)))
-        return tangent
-
-    def __add__(self, other: "Tangent") -> "Tangent":
-        return Tangent(
-            self.base,
-            self.shape,
-            _sum([self.diagonal, other.diagonal]),
-            self.rank_one + other.rank_one,
-            _sum([self.dense, other.dense]),
-        )
-
-    def relative_to_origin(self) -> "Tangent":
-        """Return it relative to the base of its base's own tangent: the chain rule."""
-        own = self.base.tangent
-        assert own is not None
-        tangent = Tangent(own.base, self.shape)
-        dense: list[Tensor | None] = []
-        # diag, u vᵀ and dense of the base's tangent, each by those of this one.
-        if self.diagonal is not None:
-            through = own.scaled(self.diagonal.reshape(own.shape), own.shape)
-            through = through.reshaped(self.diagonal)
-            tangent.diagonal = through.diagonal
-            tangent.rank_one += through.rank_one
-            dense.append(_flat(through.dense))
-        if self.dense is not None:
-            matrix = self.dense.reshape(self.base.n, -1)
-            if own.diagonal is not None:
-                dense.append(own.diagonal.reshape(-1, 1) * matrix)
-            for u, v in own.rank_one:
-                tangent.rank_one.append(
-                    (u, _product(v.reshape(-1), matrix).reshape(self.shape))
+        def moved(term: Term) -> Term:
+            result = Term()
+            if term.blocks:
+                dense = term.with_blocks(1)[0]
+                result.blocks[1] = move(dense.reshape(-1, *shape), 1).reshape(
+                    1, len(dense), -1
                 )
-            if own.dense is not None:
-                dense.append(_product(own.dense.reshape(own.base.n, -1), matrix))
-        for u, v in self.rank_one:
-            tangent.rank_one.append((own.pulled_back(u), v))
-        total = _sum(dense)
-        if total is not None:
-            tangent.dense = total.reshape(own.base.n, *self.shape)
-        return tangent
+            for u, v in term.rank_one:
+                result.rank_one.append((u, move(v.reshape(shape), 0).reshape(-1)))
+            return result
 
-    def pulled_back(self, u: Tensor) -> Tensor:
-        """Return `d value / d base · u`, of a vector with the value's entries."""
-        parts: list[Tensor | None] = []
-        if self.diagonal is not None:
-            parts.append(self.diagonal.reshape(-1) * u)
-        for own_u, v in self.rank_one:
-            parts.append(own_u * _product(v.reshape(-1), u))
-        if self.dense is not None:
-            parts.append(_product(self.dense.reshape(self.base.n, -1), u))
-        total = _sum(parts)
-        return torch.zeros(self.base.n).to(u) if total is None else total
+        return self.mapped(moved)
+
+    def relative_to_inputs(self) -> dict[Base, Term]:
+        """Return the derivatives by the inputs."""
+        terms = dict(self.terms)
+        while any(base.tangent is not None for base in terms):
+            deepest = max(terms, key=lambda base: base.depth)
+            term = terms.pop(deepest)
+            assert deepest.tangent is not None
+            through = deepest.tangent.mapped(term.after)
+            terms = (Tangent(terms) + through).terms
+        return terms
 
 
-def relative_to_one_base(tangents: Sequence[Tangent]) -> list[Tangent]:
-    """Return tangents relative to the nearest base from which all descend."""
-    tangents = list(tangents)
-    while len({id(tangent.base) for tangent in tangents}) > 1:
-        deepest = max(
-            (tangent.base for tangent in tangents), key=lambda base: base.depth
-        )
-        tangents = [
-            tangent.relative_to_origin() if tangent.base is deepest else tangent
-            for tangent in tangents
-        ]
-    return tangents
+def dense_term(matrix: Inexact[Tensor, "n *shape"]) -> Term:
+    """Return a term that is one dense matrix."""
+    return Term({1: matrix.reshape(1, len(matrix), -1)})
+
+
+def coarsened(
+    blocks: Inexact[Tensor, "B n m"], n_blocks: int
+) -> Inexact[Tensor, "B_new n_new m_new"]:
+    """Return blocks along a diagonal as fewer and larger ones."""
+    n_finer, n, m = blocks.shape
+    if n_finer == n_blocks:
+        return blocks
+    ratio = n_finer // n_blocks
+    check_size(n_blocks * ratio * n * ratio * m)
+    if n_blocks == n == m == 1:
+        return torch.diag(blocks.reshape(-1))[None]
+    identity = torch.eye(ratio, dtype=blocks.dtype, device=blocks.device)
+    spread = identity[:, None, :, None] * blocks.reshape(n_blocks, ratio, n, 1, m)
+    return spread.reshape(n_blocks, ratio * n, ratio * m)
+
+
+def check_size(n_entries: int) -> None:
+    """Raise BlockError where a tangent takes more memory than another way would."""
+    if n_entries > _MOST_ENTRIES:
+        raise BlockError("the tangents of a value do not fit in the memory for them")
+
+
+def _spread(
+    term: Term, factor: Tensor | float, shape: torch.Size, new_shape: torch.Size
+) -> Term:
+    """Return the term of a value that is spread over a larger shape, and scaled."""
+    if shape.numel() == 1:
+        # All entries move as the one does.
+        u = term.filled()[:, 0]
+        spread = torch.as_tensor(factor, dtype=u.dtype, device=u.device)
+        return Term({}, [(u, spread.expand(new_shape).reshape(-1))])
+    aligned = (*[1] * (len(new_shape) - len(shape)), *shape)
+    dense = term.filled()
+    check_size(len(dense) * new_shape.numel())
+    dense = factor * dense.reshape(-1, *aligned)
+    return dense_term(dense.expand(len(dense), *new_shape))
+
+
+def _product_of_blocks(
+    left: Inexact[Tensor, "B1 n k1"], right: Inexact[Tensor, "B2 k2 m"]
+) -> Inexact[Tensor, "B n_B m_B"]:
+    """Return the product of two matrices of blocks along the diagonal."""
+    n_left, n_right = len(left), len(right)
+    n_blocks = gcd(n_left, n_right)
+    if n_blocks not in (n_left, n_right):
+        left, n_left = coarsened(left, n_blocks), n_blocks
+    if n_left > n_right:
+        # Several blocks of the left meet one of the right.
+        right = right.reshape(n_left, left.shape[2], -1)
+        product = _matrices(left, right)
+        return product.reshape(n_blocks, -1, product.shape[2])
+    if n_left < n_right:
+        ratio = n_right // n_left
+        of_columns = left.reshape(n_left, left.shape[1], ratio, -1)
+        of_blocks = right.reshape(n_left, ratio, *right.shape[1:])
+        product = _matrices(of_columns.transpose(1, 2), of_blocks).transpose(1, 2)
+        return product.reshape(n_left, left.shape[1], -1)
+    return _matrices(left, right)
+
+
+def _times_blocks(
+    v: Inexact[Tensor, " n"], blocks: Inexact[Tensor, "B n_B m_B"]
+) -> Inexact[Tensor, " m"]:
+    """Return `vᵀ M` of a matrix of blocks."""
+    return _matrices(v.reshape(len(blocks), 1, -1), blocks).reshape(-1)
+
+
+def _matrices(left: Tensor, right: Tensor) -> Tensor:
+    """Return products of matrices; where they are numbers, without one."""
+    dtype = torch.promote_types(left.dtype, right.dtype)
+    left = left.to(dtype)
+    right = right.to(dtype)
+    return left * right if left.shape[-1] == 1 else left @ right
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
@@ -188,16 +265,13 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
-def _flat(dense: Tensor | None) -> Tensor | None:
-    return None if dense is None else dense.reshape(len(dense), -1)
-
-
-def _sum(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the sum of what is there; None if nothing is."""
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    total = given[0]
-    for part in given[1:]:
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
         total = total + part
     return total
+
+
+def bases_of(tangents: Iterable[Tangent]) -> list[Base]:
+    """Return the bases of several tangents, each once."""
+    return list(dict.fromkeys(base for tangent in tangents for base in tangent.terms))
