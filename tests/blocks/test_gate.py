@@ -554,4 +554,4 @@ def test_every_way_has_a_name_of_its_own(model: nn.Module) -> None:
     assert len(set(names)) == len(names) == 3
     assert len(set(of_output)) == len(of_output) == 3
     assert set(names) & set(of_output) == {"full_sequence"}
-    assert block.jacobians([2, 5], 5)[1] == "query_local_linearised"
+    assert block.jacobians([2, 5], 5)[1] == "query_local_recorded"

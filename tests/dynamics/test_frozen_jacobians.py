@@ -176,7 +176,7 @@ def test_every_way_gives_the_same(architecture: str, tokenizer_folder: Path) -> 
     trace = tlc.trace(model, tiny.TOKENS)
     block = FrozenFunction.from_block(trace.blocks[1])
     expected, cheapest = block.jacobian(LAST, LAST)
-    assert cheapest == "token_local_linearised"
+    assert cheapest == "token_local_recorded"
     with block.evaluation():
         for path, evaluate in block.ways([LAST], LAST):
             if path == "token_local_recorded":
@@ -184,7 +184,7 @@ def test_every_way_gives_the_same(architecture: str, tokenizer_folder: Path) -> 
             assert_close(evaluate()[1][0], expected)
         several = [
             dict(block.ways([2, LAST], LAST))[path]()[1]
-            for path in ("query_local_linearised", "query_local", "full_sequence")
+            for path in ("query_local_recorded", "query_local", "full_sequence")
         ]
     for J_2, J_last in several:
         assert_close(J_2, several[0][0])

@@ -10,13 +10,12 @@ The block's derivative is linear in what its attention and its MLP do to tangent
 one or both held constant, what is left are its terms, whatever the block's code does
 with them: norms behind its branches, multipliers, branches side by side (no last term).
 
-Attention meets keys and values of other rows, which tells it from the MLP: all other
-parts with a matrix.
+Attention is where keys and values of other rows are met; the MLP is every other product
+with a matrix.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from einops import einsum
@@ -27,13 +26,11 @@ from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import reverse_mode
-from tl_coupling.blocks.linearisation import Linearisation, Replaced
-from tl_coupling.blocks.parts import Attention, Jacobian, Part
+from tl_coupling.blocks.records import Recorded
+from tl_coupling.blocks.tangents import Tangent
 
 # What is smaller than this share is rounding.
 _NOTHING = 1e-5
-# How well the two factors of a foreign attention's heads reproduce its Jacobian.
-_HEADS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,70 +144,37 @@ class Components:
         return product
 
 
-class _Factors(NamedTuple):
-    """Attention's Jacobian as `writeᵀ reads`, one read for each of its inputs.
+def recorded_components(recorded: Recorded) -> Components:
+    """Return the components from the record of a block on one token.
 
-    `n_heads` is None where it is not split.
-    """
-
-    write: Float[Tensor, "d_z d_model"]
-    reads: Sequence[Tensor]
-    n_heads: int | None
-
-
-def linearised_components(
-    linearised: Linearisation,
-    block: nn.Module,
-    chunk_size: int | None,
-) -> Components:
-    """Return the components from the Jacobians of a block's parts.
-
-    Args:
-        linearised: the block at the token.
-        block: it itself, which knows its heads.
-        chunk_size: as in `block_jacobian`.
+    `J` is what comes to the output by the stream itself, by attention's output alone,
+    and by other products of matrices: the MLP, of the stream and of attention.
 
     Raises:
-        BlockError: the parts are not one attention and an MLP beside or behind it.
+        BlockError: attention is not two products, or does not come before the MLP.
     """
-    calls = [call for calls in linearised.calls.values() for call in calls]
-    attentions = [call for call in calls if call[0].meets_context]
-    if len(attentions) != 1:
-        raise BlockError("no single part of the block is its attention")
-    ((attention, J),) = attentions
-    factors = _factors(attention, J, block, chunk_size)
-    reached: list[list[Tensor]] = []
-
-    def cut(attention_rows: Tensor | None, *, keeps_mlp: bool) -> Replaced:
-        """Replace what attention gives, by zero for None, and leave out the MLP."""
-
-        def replaced(part: Part, _: Jacobian, rows: Sequence[Tensor]) -> Tensor | None:
-            if part is attention:
-                reached.append([row.clone() for row in rows])
-                if attention_rows is None:
-                    return _zeros_of(part, rows)
-                return attention_rows
-            if not keeps_mlp and _has_matrix(part.module):
-                return _zeros_of(part, rows)
-            return None
-
-        return replaced
-
-    y = linearised.y
-    identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
-    apply = linearised.apply
-    skip = apply(identity.clone(), cut(None, keeps_mlp=False))
-    skip_with_mlp_kept = apply(identity.clone(), cut(None, keeps_mlp=True))
-    for row, row_with_mlp in zip(*reached, strict=True):
-        if not _is_nothing(row_with_mlp - row, row):
-            raise BlockError("the MLP acts on attention")
-    zeros = y.new_zeros(len(factors.write), len(y))
-    write = apply(zeros.clone(), cut(factors.write, keeps_mlp=False))
-    both = apply(zeros.clone(), cut(factors.write, keeps_mlp=True))
-    read = sum(dz @ rows.mT for dz, rows in zip(factors.reads, reached[0], strict=True))
-    assert isinstance(read, Tensor)
+    attention = recorded.after_middle
+    if attention is None or attention.tangent is None:
+        raise BlockError("the block's attention is not q Kᵀ and P V by two products")
+    (x,) = recorded.inputs
+    terms = dict(recorded.tangent.terms)
+    of_attention = terms.pop(attention, None)
+    of_stream = terms.pop(x, None)
+    if of_attention is None or attention.comes_from(terms):
+        raise BlockError("attention does not write to the stream before the MLP")
+    of_mlp = Tangent(terms).relative_to_inputs(stop=attention)
+    d_model = recorded.y.numel()
+    zeros = recorded.y.new_zeros(attention.n, d_model)
+    zero = recorded.y.new_zeros(d_model, d_model)
+    write = of_attention.filled()
+    read = attention.tangent.relative_to_inputs()[x].filled().mT
+    skip = torch.eye(d_model).to(zero)
+    if of_stream is not None:
+        skip = skip + of_stream.filled().mT
+    mlp = of_mlp[x].filled().mT if x in of_mlp else zero
+    mlp_of_attention = of_mlp[attention].filled() if attention in of_mlp else zeros
     return _components(
-        read, write, both, skip.mT, skip_with_mlp_kept.mT, factors.n_heads
+        read, write, write + mlp_of_attention, skip, skip + mlp, recorded.n_heads
     )
 
 
@@ -330,74 +294,6 @@ def _components(
 
 def _is_nothing(difference: Tensor, reference: Tensor) -> bool:
     return bool(difference.norm() <= _NOTHING * reference.norm())
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    """Say whether a part is (of) the MLP: not a norm, a scale or an activation."""
-    return any(parameter.ndim > 1 for parameter in module.parameters())
-
-
-def _zeros_of(part: Part, rows: Sequence[Tensor]) -> Tensor:
-    return rows[0].new_zeros(len(rows[0]), part.value.shape[-1])
-
-
-def _factors(
-    part: Part, J: Jacobian, block: nn.Module, chunk_size: int | None
-) -> _Factors:
-    """Return the factors of an attention part, by heads where it has them."""
-    if isinstance(J, Attention):
-        return _Factors(J.W_O, [J.dz], J.n_heads)
-    if not isinstance(J, list):
-        raise BlockError("a norm meets other rows")
-    z_factors = _factors_at_z(part, J, block, chunk_size)
-    if z_factors is not None:
-        return z_factors
-    identity = torch.eye(len(J[0]), dtype=J[0].dtype, device=J[0].device)
-    return _Factors(identity, J, None)
-
-
-def _factors_at_z(
-    part: Part, J: Sequence[Tensor], block: nn.Module, chunk_size: int | None
-) -> _Factors | None:
-    """Return the factors of attention at its `hook_z`, if it has heads there."""
-    point = _hook_point(block, "attn", "hook_z")
-    if point is None:
-        return None
-    shapes: list[torch.Size] = []
-
-    def z_of(*inputs: Tensor) -> Tensor:
-        with _Noted(point) as noted:
-            part(*inputs)
-        shapes.append(noted.value.shape)
-        return noted.value.reshape(-1)
-
-    def flatten_gradients(*gradients: Tensor) -> list[Tensor]:
-        return [gradient.flatten(1) for gradient in gradients]
-
-    def shifted_output(shift: Tensor) -> Tensor:
-        def shifted(_: nn.Module, __: object, z: Tensor) -> Tensor:
-            return z.detach() + shift.view_as(z)
-
-        with shared_changes(point.register_forward_hook(shifted)):
-            return part().reshape(-1)
-
-    inputs = tuple(part.inputs.values())
-    try:
-        z, reads = reverse_mode(z_of, inputs, flatten_gradients, 4, chunk_size)
-    except BlockError:
-        return None
-    n_heads = _n_heads(shapes[-1], block.get_submodule("attn"))
-    if n_heads is None:
-        return None
-    zero = torch.zeros_like(z)
-    write = reverse_mode(shifted_output, (zero,), flatten_gradients, 4, chunk_size)[1][
-        0
-    ].mT
-    for expected, read in zip(J, reads, strict=True):
-        error = write.mT @ read - expected
-        if not bool(error.norm() <= _HEADS_TOLERANCE * expected.norm()):
-            return None
-    return _Factors(write, reads, n_heads)
 
 
 class _Noted:

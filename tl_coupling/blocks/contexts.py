@@ -49,8 +49,6 @@ class Context:
     them. A recording context ends the block's run when it has both, unless `runs_on`.
     """
 
-    # Whether all rows are constants, and the token's own is differentiated apart.
-    keeps_own_row_apart = False
     runs_on = False
 
     def __init__(self, rows: tuple[Tensor, ...] | None, dim: int, before: int) -> None:
@@ -65,8 +63,8 @@ class Context:
         self.attended: Tensor | None = None
         # The keys and values of other rows that are differentiated, by their place.
         self.others: Mapping[int, tuple[Tensor, ...]] = {}
-        self.constant: Callable[[Tensor], Tensor] = Tensor.detach
-        self.times_constant: Callable[[Tensor, Tensor], Tensor] = _times_constant
+        # Makes tensors constants, where some rows are kept apart from all.
+        self.constant: Callable[[Tensor], Tensor] | None = None
 
     @contextmanager
     def entered(self, n_rows: int = 1) -> Iterator[None]:
@@ -77,34 +75,29 @@ class Context:
             yield
 
     @contextmanager
-    def own_row_differentiated(
+    def rows_apart(
         self,
-        constant: Callable[[Tensor], Tensor] | None = None,
-        others: Mapping[int, tuple[Tensor, ...]] | None = None,
+        constant: Callable[[Tensor], Tensor],
+        others: Mapping[int, tuple[Tensor, ...]],
     ) -> Iterator[None]:
-        """Differentiate attention by the token's own keys and values, and by those of
-        some others, alone.
+        """Have attention depend on the keys and values of the token's own row, and of
+        some others, apart from those of all rows, which are constants.
 
-        Reverse mode would find a gradient for those of every row and every seed.
-        `constant` makes a tensor one that is not differentiated; of a record, which sees
-        what is detached. `others` are keys and values `[1 head 1 d_head]`, in the axes
-        of the context, by their place among all rows.
+        Args:
+            constant: makes a tensor one that is not differentiated.
+            others: keys and values of one row each, in the axes of the context, by
+                their place among all rows.
 
         Raises:
             BlockError: attention is not two matrix products.
         """
-        self.keeps_own_row_apart = True
-        self.others = others or {}
-        if constant is not None:
-            self.constant = constant
-            self.times_constant = torch.matmul
+        self.constant = constant
+        self.others = others
         try:
             yield
         finally:
-            self.keeps_own_row_apart = False
+            self.constant = None
             self.others = {}
-            self.constant = Tensor.detach
-            self.times_constant = _times_constant
         if self.n_products != 2:
             raise BlockError(
                 "the block's attention is not q Kᵀ and P V by two matrix products"
@@ -120,7 +113,7 @@ class Context:
             if part and not self.runs_on:
                 raise KeysAndValues(*self.seen)
             return new
-        if self.keeps_own_row_apart:
+        if self.constant is not None:
             new = self.constant(new)
         other_rows = self.rows[part]
         if len(new) != len(other_rows):
@@ -177,9 +170,8 @@ class AttentionProducts(TorchFunctionMode):
     """Attention's `q Kᵀ` and `P V`, or torch's own function, within a block's code.
 
     Where the block takes no cache, they meet the rows of the context here. Where the
-    context keeps the own row apart, all rows are constants in them, and what the own
-    row changes is added, by the product rule `d(q kᵀ) = dq kᵀ + q dkᵀ`, as a term of
-    value zero.
+    context keeps rows apart, all rows are constants in them, and what those change is
+    added, by the product rule `d(q kᵀ) = dq kᵀ + q dkᵀ`, as terms of value zero.
     """
 
     def __init__(self, context: Context, n_rows: int) -> None:
@@ -199,7 +191,7 @@ class AttentionProducts(TorchFunctionMode):
         # Once it has met the keys and the values, attention has its factors.
         meets_rows = len(self.context.seen) < 2
         # Of a cache, attention has the keys and values of all rows already.
-        is_apart = self.context.keeps_own_row_apart and self.context.n_products == 0
+        is_apart = self.context.constant is not None and self.context.n_products == 0
         is_attention = func is nn.functional.scaled_dot_product_attention
         if is_attention and (meets_rows or is_apart):
             return self._attention(*args, **options)
@@ -261,31 +253,34 @@ class AttentionProducts(TorchFunctionMode):
         return self._product(_masked(scores, attn_mask).softmax(-1), values)
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return `left @ right`, with the own row apart where it must be."""
+        """Return `left @ right`, with rows apart where they must be."""
         context = self.context
-        n_products = context.n_products
-        if not context.keeps_own_row_apart or n_products == len(context.seen):
-            return torch.matmul(left, right)
-        product = context.times_constant(left, right)
-        part = n_products
+        part = context.n_products
+        product = torch.matmul(left, right)
+        if context.constant is None or part == len(context.seen):
+            return product
         context.n_products += 1
         rows = {context.before: context.seen[part]}
-        rows |= {
-            place: keys_and_values[part]
-            for place, keys_and_values in context.others.items()
-        }
-        for place, of_row in rows.items():
-            product = product + self._change(left, right, place, of_row)
+        for place, keys_and_values in context.others.items():
+            rows[place] = keys_and_values[part]
+        for place, row in rows.items():
+            product = product + self._change(left, right, place, row, context.constant)
         if part == 1:
             context.attended = product
         return product
 
-    def _change(self, left: Tensor, right: Tensor, place: int, row: Tensor) -> Tensor:
-        """Return what a row at a place among all rows changes in the product, whose
-        value is zero.
+    def _change(
+        self,
+        left: Tensor,
+        right: Tensor,
+        place: int,
+        row: Tensor,
+        constant: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Return what the row at a place among all changes in a product: a term whose
+        value is zero, `q dkᵀ` or `P dv`.
         """
-        context = self.context
-        if context.dim != -2:
+        if self.context.dim != -2:
             row = row.transpose(1, 2)
         n_heads = left.shape[1]
         if n_heads % row.shape[1]:
@@ -297,43 +292,12 @@ class AttentionProducts(TorchFunctionMode):
         n_sharing = n_heads // row.shape[1]
         if n_sharing > 1:
             row = row[:, :, None].expand(-1, -1, n_sharing, -1, -1).flatten(1, 2)
-        zero = row - context.constant(row)
-        if context.n_products == 2:
-            return context.constant(left[..., place : place + 1]) * zero
-        scores = (context.constant(left) * zero).sum(-1, keepdim=True)
+        zero = row - constant(row)
+        if self.context.n_products == 2:
+            return constant(left[..., place : place + 1]) * zero
+        scores = (constant(left) * zero).sum(-1, keepdim=True)
         n_after = right.shape[-1] - 1 - place
         return nn.functional.pad(scores, (place, n_after))
-
-
-class _TimesConstant(torch.autograd.Function):
-    """`left @ right`, `[… 1 n] [… n m]`, for a constant `right`.
-
-    The backward pass does not copy it for every seed: PyTorch's own rule for a batched
-    matmul expands the factor without a batch; here the seeds become rows of `left`.
-    """
-
-    @staticmethod
-    def forward(left: Tensor, right: Tensor) -> Tensor:
-        return left @ right
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (right,) = ctx.saved_tensors
-        return _times_constant(grad, right.mT), None
-
-    @staticmethod
-    def vmap(
-        _info: object, in_dims: tuple[int, None], left: Tensor, right: Tensor
-    ) -> tuple[Tensor, int]:
-        seeds_as_rows = left.movedim(in_dims[0], -2).squeeze(-3)
-        return (seeds_as_rows @ right).unsqueeze(-3), -2
-
-
-_times_constant = _TimesConstant.apply
 
 
 def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:

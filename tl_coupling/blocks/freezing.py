@@ -94,6 +94,17 @@ class Freezing(TorchFunctionMode):
         self._gates = WeakTensorKeyDictionary()
         self._recorded: list[Tensor] | None = None
         self._replayed: Iterator[Tensor] | None = None
+        # Makes a tensor one that is not differentiated.
+        self._constant: Callable[[Tensor], Tensor] = Tensor.detach
+
+    @contextmanager
+    def holding(self, constant: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Hold values by this function: of a record, which sees what is detached."""
+        self._constant = constant
+        try:
+            yield
+        finally:
+            self._constant = Tensor.detach
 
     @contextmanager
     def recorded(self) -> Iterator[list[Tensor]]:
@@ -249,7 +260,7 @@ class Freezing(TorchFunctionMode):
 
     def _held(self, value: Tensor) -> Tensor:
         """Return a value as a constant: this one, or that of the recorded call."""
-        constant = value.detach()
+        constant = self._constant(value)
         if self._replayed is not None:
             constant = next(self._replayed)
         if self._recorded is not None:

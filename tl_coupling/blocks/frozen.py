@@ -9,10 +9,10 @@ full sequence is compared with the function itself: an affine one changes by exa
 what its Jacobian says, however far the stream is moved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from einops import einsum
@@ -20,40 +20,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import cached_property
-from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.errors import DerivativeError
 from tl_coupling.blocks.freezing import Freezing
-from tl_coupling.blocks.function import BlockFunction, Evaluated, Jacobians
+from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.gate import Reference
-from tl_coupling.blocks.linearisation import Linearisation
-from tl_coupling.blocks.parts import Norm
 
 # How far the frozen function may be from an affine one, relative to its changes; float32
 # gives 1e-7. And how far the stream is moved, in its own lengths: what is of second
 # order shows more the farther.
 _TOLERANCE = 1e-5
 _MOVES = (1, 16)
-
-
-class FrozenLinearisation(Linearisation):
-    """A block at one token, as parts whose Jacobians are those of frozen parts.
-
-    Of a norm, the mean is subtracted, and the scale is constant; other parts are
-    differentiated within `Freezing`.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        for calls in self.calls.values():
-            calls[:] = [
-                (part, _frozen_norm(J) if isinstance(J, Norm) else J)
-                for part, J in calls
-            ]
-
-
-def _frozen_norm(J: Norm) -> Norm:
-    """Return a norm's Jacobian without the direction of its input."""
-    return Norm(J.gain, J.basis[1:])
 
 
 @dataclass(eq=False)
@@ -66,7 +42,6 @@ class FrozenFunction(BlockFunction):
 
     freezing: Freezing = field(default_factory=Freezing, init=False, repr=False)
     is_entered: bool = field(default=False, init=False, repr=False)
-    linearisation: ClassVar[type[Linearisation]] = FrozenLinearisation
 
     @classmethod
     def from_block(cls, block: BlockFunction) -> "FrozenFunction":
@@ -105,10 +80,16 @@ class FrozenFunction(BlockFunction):
             self._added_to_differentiated(self.X)
         return constants
 
-    def _recorded(
-        self, t1s: list[int], t2: int, is_apart: bool
-    ) -> Evaluated[Jacobians]:
-        raise BlockError("a record sees through what is held constant")
+    def recordable(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function that a record sees with its coefficients held constant."""
+
+        def frozen(*arguments: Any) -> Tensor:
+            *inputs, record = arguments
+            with torch.enable_grad(), self.freezing.holding(record.constant):
+                # Only what is differentiated has coefficients.
+                return function(*(x.requires_grad_() for x in inputs), record)
+
+        return frozen
 
     def remark_on_norms(self) -> bool:
         """Say that nothing normalises the stream: norms divide by constants."""

@@ -5,24 +5,22 @@ How the function is evaluated is in `rows`, how it is checked in `gate`. For one
 `J_{t1 t2}` there are, the cheapest first:
 
 * **token_local_recorded**: the block on one row, from the record of its operations
-  (`records`), for one t1 = t2 and no more rows than the stream has entries;
-* **token_local_linearised**: the block on one row, as parts whose Jacobians are known
-  (`linearisation`);
+  (`records`);
 * **token_local**: reverse mode through the block on one row, with the keys and values
   of the rows that act on it as constants;
 * **full_sequence**: reverse mode through the block on all rows. Always right, and costs
   the whole prompt.
 
-For many t1 and one t2, **query_local_linearised** and **query_local** cost little more
-than one token: the output row is pulled back once, to its own input and to every row's
-keys and values, and each row of those to its input.
+For many t1 and one t2, **query_local_recorded** and **query_local** cost little more
+than one token: what the block makes of the output row's attention is computed once, and
+each input row has its own keys and values.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -34,22 +32,19 @@ from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.components import (
     Components,
     hooked_components,
-    linearised_components,
+    recorded_components,
 )
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.blocks.gate import CheckedBlock
-from tl_coupling.blocks.linearisation import Linearisation
-from tl_coupling.blocks.records import Record, Recorded
+from tl_coupling.blocks.records import Recorded
 from tl_coupling.blocks.skip_path import n_directions_cut
 from tl_coupling.models import left_as_found
 
 Path = Literal[
     "token_local_recorded",
     "query_local_recorded",
-    "token_local_linearised",
     "token_local",
-    "query_local_linearised",
     "query_local",
     "span_linearised",
     "span_local",
@@ -87,15 +82,12 @@ class BlockFunction(CheckedBlock):
     X's.
 
     Of the ways to a Jacobian the cheapest that agrees with the full sequence is taken.
-    `linearisation` is what the parts of the block are replaced by.
 
     Example:
         >>> f = trace.blocks[0]
         >>> torch.allclose(f(f.X), trace.residual[1] - trace.residual[0], atol=1e-5)
         True
     """
-
-    linearisation: ClassVar[type[Linearisation]] = Linearisation
 
     def __call__(
         self, X: Float[Tensor, "n_pos d_model"]
@@ -214,10 +206,8 @@ class BlockFunction(CheckedBlock):
             yield recorded, partial(self._recorded, t1s, output_position, is_apart)
         # Of several inputs the output row is pulled back once for all.
         if len(t1s) == 1:
-            yield "token_local_linearised", partial(self._linearised, *arguments)
             yield "token_local", partial(self._token_local, *arguments)
         else:
-            yield "query_local_linearised", partial(self._linearised, *arguments)
             yield "query_local", partial(self._query_local, *arguments)
         yield "full_sequence", partial(self._full_sequence, *arguments)
 
@@ -374,8 +364,13 @@ class BlockFunction(CheckedBlock):
     def _recorded(
         self, t1s: list[int], t2: int, is_apart: bool
     ) -> Evaluated[Jacobians]:
-        """Evaluate from the record of the block's operations on one row, and of the keys
-        and values of other input rows.
+        """Evaluate from a record."""
+        recorded = self._record(t1s, t2, is_apart)
+        return recorded.y, recorded.jacobians()
+
+    def _record(self, t1s: list[int], t2: int, is_apart: bool) -> Recorded:
+        """Record the block's operations on one row, and those that make the keys and
+        values of other input rows.
 
         If `is_apart`, attention meets those rows, and the row's own, apart from all
         others; else among them, whatever is done to them before, which takes a tangent
@@ -384,6 +379,7 @@ class BlockFunction(CheckedBlock):
         keys_and_values = self._context(t2)
         others = [t1 for t1 in t1s if t1 != t2]
         other_rows = self._rows_in(keys_and_values, others, t2)
+        context = self.call.context(t2, keys_and_values)
 
         def added(*arguments: Any) -> Tensor:
             *inputs, record = arguments
@@ -392,21 +388,23 @@ class BlockFunction(CheckedBlock):
             of_others = {
                 t1: self.call.keys_and_values(rows[t1][None], t1) for t1 in others
             }
+            apart: AbstractContextManager[None] = nullcontext()
             if is_apart:
-                context = self.call.context(t2, keys_and_values)
-                apart = context.own_row_differentiated(record.constant, of_others)
-            else:
-                replaced = other_rows.context_with(
+                apart = context.rows_apart(record.constant, of_others)
+            elif others:
+                context.rows = other_rows.context_with(
                     *_concatenated(of_others.values(), self.call.position_dim)
                 )
-                context = self.call.context(t2, replaced)
-                apart = nullcontext()
             with apart:
                 y = self.row_output(x[None].clone(), context).reshape(-1)
             return y - x
 
-        recorded = Recorded(added, [self.X[t1] for t1 in t1s])
-        return recorded.y, recorded.jacobians()
+        inputs = [self.X[t1] for t1 in t1s]
+        return Recorded(self.recordable(added), inputs, lambda: context.attended)
+
+    def recordable(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function of inputs and a record, as it is to be recorded."""
+        return function
 
     def _token_local(
         self, t1s: list[int], t2: int, chunk_size: int | None
@@ -440,26 +438,6 @@ class BlockFunction(CheckedBlock):
         width = max(4, 2 * len(context_positions))
         return reverse_mode(function, inputs, jacobian_rows, width, chunk_size)
 
-    def _linearised(
-        self, t1s: list[int], t2: int, chunk_size: int | None
-    ) -> Evaluated[Jacobians]:
-        """Evaluate from the Jacobians of the block's parts.
-
-        Keys and values of other input rows are treated as in `_query_local`.
-        """
-        keys_and_values = self._context(t2)
-        linearised = self.linearisation(self, t2, keys_and_values, chunk_size)
-        J: dict[int, Tensor] = {}
-        if t2 in t1s:
-            J[t2] = linearised.jacobian()
-            # Parts give the derivative of block(X); f leaves the skip connection out.
-            J[t2].diagonal().sub_(1)
-        if context_positions := [t1 for t1 in t1s if t1 != t2]:
-            context_rows = self._rows_in(keys_and_values, context_positions, t2)
-            row_jacobians = _context_jacobians(linearised, context_rows, chunk_size)
-            J |= zip(context_positions, row_jacobians, strict=True)
-        return linearised.y - self.X[t2], [J[t1] for t1 in t1s]
-
     # As components
 
     def ways_to_components(
@@ -467,20 +445,14 @@ class BlockFunction(CheckedBlock):
     ) -> Iterator[Way[Components]]:
         """Yield every way to the components of `J_{tt}`, the cheapest first."""
         arguments = (t, chunk_size)
-        yield (
-            "token_local_linearised",
-            partial(self._linearised_components, *arguments),
-        )
+        yield "token_local_recorded", partial(self._recorded_components, t)
         yield "token_local", partial(self._token_local_components, *arguments)
         yield "full_sequence", partial(self._full_sequence_components, *arguments)
 
-    def _linearised_components(
-        self, t: int, chunk_size: int | None
-    ) -> Evaluated[Components]:
-        """Evaluate from the Jacobians of the block's parts."""
-        linearised = self.linearisation(self, t, self._context(t), chunk_size)
-        components = linearised_components(linearised, self.call.module, chunk_size)
-        return linearised.y - self.X[t], components
+    def _recorded_components(self, t: int) -> Evaluated[Components]:
+        """Evaluate from the record of the block's operations on one row."""
+        recorded = self._record([t], t, is_apart=True)
+        return recorded.y, recorded_components(recorded)
 
     def _token_local_components(
         self, t: int, chunk_size: int | None
@@ -584,23 +556,6 @@ class _ContextRows:
 
         pull_back: PullBack = vjp(keys_and_values, self.block.X[t1])[1]
         return pull_back
-
-
-def _context_jacobians(
-    linearised: Linearisation, rows: _ContextRows, chunk_size: int | None
-) -> list[Float[Tensor, "d_model d_model"]]:
-    """Return the Jacobians of rows that reach the output through attention alone."""
-    W_O = linearised.attention.W_O
-    # What the block makes of each head output: the seeds of the pull-back.
-    seeds = linearised.derivative_rows(torch.zeros_like(W_O), attention_rows=W_O).mT
-
-    def heads(*keys_and_values: Tensor) -> Tensor:
-        return linearised.heads(*rows.context_with(*keys_and_values))
-
-    inputs = rows.keys_and_values()
-    width = 2 * len(rows.positions)
-    pull_back = rows.pull_back()
-    return reverse_mode(heads, inputs, pull_back, width, chunk_size, seeds)[1]
 
 
 def _concatenated(

@@ -192,13 +192,29 @@ class Recorded:
             with Record(inputs) as record:
                 run = torch.func.functionalize(lambda *x: function(*x, record))
                 self.y = run(*inputs)
-        self._pushforward = _Pushforward(record, middle())
+        self._middle = middle()
+        self._pushforward = _Pushforward(record, self._middle)
+        self.inputs = self._pushforward.inputs
         self.tangent = self._pushforward.tangent_of(self.y)
 
     @property
-    def middle(self) -> Base | None:
-        """The base that the value on the way became, if it did."""
-        return self._pushforward.middle
+    def after_middle(self) -> Base | None:
+        """The base that goes through the first product after the value on the way.
+
+        It is that value itself, also where nothing but itself makes another of it (a
+        norm); None if there is none.
+        """
+        return self._pushforward.after_middle
+
+    @property
+    def n_heads(self) -> int | None:
+        """The heads `[batch head pos d_head]` of the value on the way, if they are those
+        of what goes through the next product.
+        """
+        base = self.after_middle
+        if self._middle is None or base is None or base.n != self._middle.numel():
+            return None
+        return self._middle.shape[1]
 
     def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
         """Return `dy / dx` of each input x."""
@@ -211,7 +227,7 @@ class Recorded:
             terms[base].filled().mT.contiguous()
             if base in terms
             else self.y.new_zeros(self.y.numel(), base.n)
-            for base in self._pushforward.inputs
+            for base in self.inputs
         ]
 
 
@@ -221,7 +237,9 @@ class _Pushforward:
     def __init__(self, record: Record, middle: Tensor | None) -> None:
         self._record = record
         self._middle = None if middle is None else id(middle)
+        # Once they are met.
         self.middle: Base | None = None
+        self.after_middle: Base | None = None
         self._tangents = {id(x): Tangent.of_base(x) for x in record.inputs}
         self.inputs = bases_of(self._tangents.values())
         # Of a view, the value whose entries it has.
@@ -435,7 +453,7 @@ class _Pushforward:
     def _bases_of(self, values: Sequence[Tensor]) -> list[Base]:
         return bases_of(self._of(v) for v in values if not self._is_constant(v))
 
-    def _dense(self, value: Tensor, base: Base) -> Inexact[Tensor, "n *shape"]:
+    def _dense(self, value: Tensor, base: Base) -> Inexact[Tensor, " n *shape"]:
         """Return the derivative of a value by a base, as one tensor."""
         tangent = self._tangents.get(id(value))
         if tangent is None or base not in tangent.terms:
@@ -520,8 +538,19 @@ class _Pushforward:
         """Push one row through a matrix: the row is the base of what comes out."""
         if not self._is_constant(right) or left.shape[:-1].numel() != 1:
             return False
-        matrix = right.reshape(right.shape[-2:])
-        return self._set(output, {self._base_of(left): dense_term(matrix)})
+        term = dense_term(right.reshape(right.shape[-2:]))
+        base = self._base_of(left)
+        middle = self.middle
+        if middle is not None and base is not middle:
+            own = self._of(left)
+            if list(own.terms) == [middle]:
+                # A norm of the value on the way, or another order.
+                base = middle
+                term = term.after(own.terms[middle])
+        comes_from_middle = base is middle or base.comes_from([middle])
+        if self.after_middle is None and comes_from_middle:
+            self.after_middle = base
+        return self._set(output, {base: term})
 
     def _base_of(self, value: Tensor) -> Base:
         """Return one base for all products of a value, whatever views lead to it."""

@@ -14,7 +14,6 @@ Each must give the values and the product of the gate's references.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from tl_coupling.blocks.arithmetic import forwards_replaced, is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError, Context
 from tl_coupling.blocks.evaluation import PullBack, vjp
 from tl_coupling.blocks.function import BlockFunction, Path
-from tl_coupling.blocks.parts import Part, mlp_jacobian
+from tl_coupling.blocks.records import Record, Recorded
 from tl_coupling.interrupts import hear_interrupts
 
 # Gradients that are pulled back at a time: enough for fast products of matrices, few
@@ -144,12 +143,12 @@ def _mlp_jacobians(
     if len(seen) != 1 or any(x.ndim != 3 or len(x[0]) != n_rows for x in seen[0]):
         raise BlockError("the MLP does not map rows to rows, once")
     rows, values = seen[0]
-    jacobians: list[Tensor] = []
-    for x, y in zip(rows.split(1, 1), values.split(1, 1), strict=True):
-        J = mlp_jacobian(Part(mlp, (x,), {}, {0: x}, y, nullcontext, False))
-        if J is None:
-            raise BlockError("the MLP has not TransformerLens' weights and hook points")
-        jacobians += J
+
+    def of_row(x: Tensor, _: Record) -> Tensor:
+        output: Tensor = mlp(x[None, None])
+        return output.reshape(-1)
+
+    jacobians = [Recorded(of_row, [x]).jacobians()[0] for x in rows[0]]
     return values[0], torch.stack(jacobians)
 
 

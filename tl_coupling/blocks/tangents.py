@@ -8,7 +8,7 @@ multiplied with makes that value a base: what comes out is written relative to i
 one product, at the end, makes it relative to the base's own bases.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -32,8 +32,16 @@ class Base:
     def __init__(self, n: int, tangent: "Tangent | None" = None) -> None:
         self.n = n
         self.tangent = tangent
-        bases = [] if tangent is None else tangent.terms
-        self.depth = 1 + max((base.depth for base in bases), default=-1)
+        earlier = [] if tangent is None else list(tangent.terms)
+        self.depth: int = 1 + max((base.depth for base in earlier), default=-1)
+
+    def comes_from(self, bases: Collection["Base | None"]) -> bool:
+        """Say whether its value depends on any of these bases."""
+        if self.tangent is None:
+            return False
+        return any(
+            base in bases or base.comes_from(bases) for base in self.tangent.terms
+        )
 
 
 @dataclass
@@ -67,21 +75,15 @@ class Term:
 
     def scaled(self, factor: Inexact[Tensor, " m"] | float) -> "Term":
         """Return that of a value each entry of which changes by so many times."""
-        if isinstance(factor, float):
-            if factor == 1:
-                return self
-            of_blocks = dict.fromkeys(self.blocks, factor)
-        else:
-            of_blocks = {
-                n_blocks: factor.reshape(n_blocks, 1, -1) for n_blocks in self.blocks
-            }
-        return Term(
-            {
-                n_blocks: of_blocks[n_blocks] * blocks
-                for n_blocks, blocks in self.blocks.items()
-            },
-            [(u, factor * v) for u, v in self.rank_one],
-        )
+        if isinstance(factor, float) and factor == 1:
+            return self
+        result = Term({}, [(u, factor * v) for u, v in self.rank_one])
+        for n_blocks, blocks in self.blocks.items():
+            of_each = factor
+            if isinstance(factor, Tensor):
+                of_each = factor.reshape(n_blocks, 1, -1)
+            result.blocks[n_blocks] = of_each * blocks
+        return result
 
     def __add__(self, other: "Term") -> "Term":
         blocks = dict(self.blocks)
@@ -167,19 +169,24 @@ class Tangent:
 
         return self.mapped(moved)
 
-    def relative_to_inputs(self) -> dict[Base, Term]:
-        """Return the derivatives by the inputs."""
+    def relative_to_inputs(self, stop: Base | None = None) -> dict[Base, Term]:
+        """Return the derivatives by the inputs, and by one base besides.
+
+        What comes to the value by way of that base is in its term alone.
+        """
         terms = dict(self.terms)
-        while any(base.tangent is not None for base in terms):
-            deepest = max(terms, key=lambda base: base.depth)
+        while True:
+            left = [b for b in terms if b.tangent is not None and b is not stop]
+            if not left:
+                return terms
+            deepest = max(left, key=lambda base: base.depth)
             term = terms.pop(deepest)
             assert deepest.tangent is not None
             through = deepest.tangent.mapped(term.after)
             terms = (Tangent(terms) + through).terms
-        return terms
 
 
-def dense_term(matrix: Inexact[Tensor, "n *shape"]) -> Term:
+def dense_term(matrix: Inexact[Tensor, " n *shape"]) -> Term:
     """Return a term that is one dense matrix."""
     return Term({1: matrix.reshape(1, len(matrix), -1)})
 

@@ -390,34 +390,43 @@ class _StandardBlock:
 
     def flops(self, d: int, n_pos: int, is_parallel: bool) -> dict[str, float]:
         """Return the flops for a stream of width d, by stage."""
-        d_head = self.d_head
         d_z = self.d_z
         group = self.group
         # Keys and values are shared by a group of heads.
         qkv = 2.0 * d * (d_z + 2 * d_z // group)
         mlp = 2.0 * self.n_mlp * d * self.d_mlp
-        mlp_before = 2.0 * (self.n_mlp - 1) * d * self.d_mlp
         attention = qkv + 2.0 * d * d_z
         score_products = 4.0 * n_pos**2 * d_z
-        # W_out after the slopes, W_O after the heads' Jacobians, and in sequence the
-        # MLP's Jacobian after attention's.
-        products = 2.0 * d**2 * (self.d_mlp + d_z + d * (not is_parallel))
-        # The block on the token, and its tangents through the keys and values of all.
-        heads = attention + mlp + 4.0 * d * d_z * n_pos
-        if n_pos > d:
-            # W_Q, W_K and W_V behind the gradients of q, k and v, and those of each
-            # head's scores; the block on the token, and its queries, keys, values and
-            # what enters the MLP's nonlinearity once more.
-            heads = 6.0 * d_head * d_z * d + 4.0 * group * d_head * d_z * n_pos
-            heads += attention + mlp + qkv + mlp_before
         return {
             "trace": n_pos * (attention + mlp) + score_products,
             # The backward pass of q Kᵀ and P V is two products for each.
             "gate": 4 * (n_pos * attention + mlp) + 5 * score_products,
-            "jacobians": products + heads,
+            # The block on the token, and its tangents.
+            "jacobians": attention + mlp + self._tangents(d, n_pos, is_parallel),
             "row": attention + mlp + 4.0 * n_pos * d_z,
             "rows": 0.0,
         }
+
+    def _tangents(self, d: int, n_pos: int, is_parallel: bool) -> float:
+        """Return the flops of products of tangents: those of one token."""
+        d_z = self.d_z
+        d_kv = d_z // self.group
+        n_heads = d_z // self.d_head
+        # W_out after the slopes; in sequence, the MLP's Jacobian after attention's; and
+        # W_Q.
+        into = self.d_mlp + d_z * (not is_parallel) + d_z
+        of_heads = self.d_head
+        if self.group == 1:
+            # W_V, and the scores by the token's own key.
+            into += d_z + n_heads
+        else:
+            # W_K and W_V behind the heads that share them.
+            into += 2 * d_kv
+            of_heads += self.d_head + 1
+        # What each head makes of its query (and value), and of its key, beside all rows.
+        heads = 2.0 * d_z * (of_heads + 1) * d
+        rows = 2.0 * d_z * (self.d_head + 1) * n_pos
+        return 2.0 * d**2 * into + heads + rows
 
 
 def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
