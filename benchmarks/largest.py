@@ -35,7 +35,6 @@ PRODUCTS = "products"
 WAYS = (
     PRODUCTS,
     "token_local_recorded",
-    "token_local_linearised",
     "token_local",
     "full_sequence",
 )

@@ -189,6 +189,9 @@ class _Attention(nn.Module):
         self.repeats_keys = repeats_keys
 
     def forward(self, X: Tensor) -> Tensor:
+        return X + self.out(self.heads(X))
+
+    def heads(self, X: Tensor) -> Tensor:
         Z = self.norm(X)
         q = self.q(Z).unflatten(-1, (4, 4)).transpose(1, 2)
         k, v = self.kv(Z).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4)
@@ -198,7 +201,7 @@ class _Attention(nn.Module):
         z = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=not self.repeats_keys
         )
-        return X + self.out(z.transpose(1, 2).flatten(2))
+        return z.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("repeats_keys", [False, True])
@@ -216,3 +219,30 @@ def test_attention_of_ones_own_goes_by_the_record(repeats_keys: bool) -> None:
             assert path == "token_local_recorded"
             expected = whole[t, :, t] - torch.eye(D)
             torch.testing.assert_close(J, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("repeats_keys", [False, True])
+def test_other_inputs_and_heads_of_attention_of_ones_own(repeats_keys: bool) -> None:
+    """Keys and values of other rows are recorded too, and heads are found in attention's
+    second product: by `torch.func` of the whole block, and of its heads.
+    """
+    torch.manual_seed(1)
+    block = _Attention(repeats_keys).double()
+    X = torch.randn(1, 6, D, dtype=torch.float64)
+    trace = tlc.trace_modules([block], lambda: block(X))
+    whole = torch.func.jacrev(block)(X)[0, 5, :, 0].transpose(0, 1).detach().clone()
+
+    some, path = trace.blocks[0].jacobians([0, 3, 5], 5)
+    one, path_of_one = trace.blocks[0].jacobian(2, 5)
+    assert (path, path_of_one) == ("query_local_recorded", "token_local_recorded")
+    whole[5] -= torch.eye(D)
+    for J, t1 in zip([*some, one], [0, 3, 5, 2], strict=True):
+        torch.testing.assert_close(J, whole[t1], rtol=1e-9, atol=1e-10)
+
+    parts = tlc.block_parts(trace, 0)
+    assert parts.labels == ("L0H0", "L0H1", "L0H2", "L0H3")
+    read = torch.func.jacrev(block.heads)(X)[0, 5, :, 0, 5].unflatten(0, (4, 4))
+    write = block.out.weight.unflatten(1, (4, 4)).movedim(1, 0)
+    torch.testing.assert_close(
+        parts.matrices, (write @ read).detach(), rtol=1e-9, atol=1e-10
+    )

@@ -160,9 +160,7 @@ class Tangent:
             result = Term()
             if term.blocks:
                 dense = term.with_blocks(1)[0]
-                result.blocks[1] = move(dense.reshape(-1, *shape), 1).reshape(
-                    1, len(dense), -1
-                )
+                result = dense_term(move(dense.reshape(len(dense), *shape), 1))
             for u, v in term.rank_one:
                 result.rank_one.append((u, move(v.reshape(shape), 0).reshape(-1)))
             return result
@@ -188,7 +186,9 @@ class Tangent:
 
 def dense_term(matrix: Inexact[Tensor, " n *shape"]) -> Term:
     """Return a term that is one dense matrix."""
-    return Term({1: matrix.reshape(1, len(matrix), -1)})
+    n = len(matrix)
+    # Of an empty value, −1 would be any size.
+    return Term({1: matrix.reshape(1, n, matrix.numel() // n)})
 
 
 def coarsened(
@@ -225,7 +225,7 @@ def _spread(
     aligned = (*[1] * (len(new_shape) - len(shape)), *shape)
     dense = term.filled()
     check_size(len(dense) * new_shape.numel())
-    dense = factor * dense.reshape(-1, *aligned)
+    dense = factor * dense.reshape(len(dense), *aligned)
     return dense_term(dense.expand(len(dense), *new_shape))
 
 
