@@ -196,9 +196,8 @@ def reverse_mode(
     jacobian_rows: Callable[..., Iterable[Tensor]],
     width: int,
     chunk_size: int | None = None,
-    seeds: Float[Tensor, "n_seeds d_out"] | None = None,
 ) -> tuple[Float[Tensor, " d_out"], list[Tensor]]:
-    """Return a function's value, and Jacobians `[n_seeds d]`.
+    """Return a function's value, and Jacobians `[d_out d]`.
 
     Args:
         function: of the inputs.
@@ -207,21 +206,18 @@ def reverse_mode(
             rows of each Jacobian.
         width: the widest activation has `width * d_out` entries for each seed.
         chunk_size: seeds at a time; by default as many as fit into memory.
-        seeds: by default the rows of the identity.
     """
     y, pull_back = vjp(function, *inputs)
-    of_rows = y if seeds is None else seeds[:, 0]
     jacobians: list[Tensor] = []
 
     def pull(rows: slice, identity: Tensor) -> None:
-        chunk = identity if seeds is None else seeds[rows]
-        gradients = pull_back.batched(chunk)
+        gradients = pull_back.batched(identity)
         for i, rows_of_J in enumerate(jacobian_rows(*gradients)):
             if i == len(jacobians):
                 # Its width is known when its first rows are.
-                J = rows_of_J.new_empty(len(of_rows), rows_of_J.shape[1])
+                J = rows_of_J.new_empty(len(y), rows_of_J.shape[1])
                 jacobians.append(J)
             jacobians[i][rows] = rows_of_J
 
-    pull_back_identity(pull, of_rows, chunk_size or chunk_that_fits(width, len(y)))
+    pull_back_identity(pull, y, chunk_size or chunk_that_fits(width, len(y)))
     return y, jacobians

@@ -218,11 +218,7 @@ class Recorded:
 
     def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
         """Return `dy / dx` of each input x."""
-        return self.jacobians_of(self.tangent)
-
-    def jacobians_of(self, tangent: Tangent) -> list[Float[Tensor, "d_out d"]]:
-        """Return the Jacobian of each input from a tangent of y."""
-        terms = tangent.relative_to_inputs()
+        terms = self.tangent.relative_to_inputs()
         return [
             terms[base].filled().mT.contiguous()
             if base in terms
@@ -381,6 +377,15 @@ class _Pushforward:
         if value.shape[dim] == 1:
             return self._keep_entries(operation)
         return self._move(operation, lambda x, n: x.select(_shifted(dim, n), index))
+
+    def _index(self, operation: Operation) -> bool:
+        """Push through the choice of rows of a value that has one row."""
+        value, indices, *_ = operation.args
+        (output,) = operation.outputs
+        is_of_rows = len(indices) == 1 and value.shape[0] == 1
+        if not is_of_rows or output.numel() != value.numel():
+            return False
+        return self._keep_entries(operation)
 
     def _expand(self, operation: Operation) -> bool:
         (output,) = operation.outputs
@@ -547,9 +552,9 @@ class _Pushforward:
                 # A norm of the value on the way, or another order.
                 base = middle
                 term = term.after(own.terms[middle])
-        comes_from_middle = base is middle or base.comes_from([middle])
-        if self.after_middle is None and comes_from_middle:
-            self.after_middle = base
+        if middle is not None and self.after_middle is None:
+            comes_from_middle = base is middle or base.comes_from([middle])
+            self.after_middle = base if comes_from_middle else None
         return self._set(output, {base: term})
 
     def _base_of(self, value: Tensor) -> Base:
@@ -815,6 +820,7 @@ _RULES: dict[str, _Rule] = {
     "permute": _Pushforward._permute,
     "slice": _Pushforward._slice,
     "select": _Pushforward._select,
+    "index": _Pushforward._index,
     "expand": _Pushforward._expand,
     "constant_pad_nd": _Pushforward._pad,
     "split": _Pushforward._split,

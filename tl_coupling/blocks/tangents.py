@@ -35,7 +35,7 @@ class Base:
         earlier = [] if tangent is None else list(tangent.terms)
         self.depth: int = 1 + max((base.depth for base in earlier), default=-1)
 
-    def comes_from(self, bases: Collection["Base | None"]) -> bool:
+    def comes_from(self, bases: Collection["Base"]) -> bool:
         """Say whether its value depends on any of these bases."""
         if self.tangent is None:
             return False
@@ -65,6 +65,15 @@ class Term:
         """Return it as so many blocks, of which it has at least so many."""
         parts = [coarsened(blocks, n_blocks) for blocks in self.blocks.values()]
         return _sum(parts)
+
+    def condensed(self) -> "Term":
+        """Return it without terms of rank one, if one of its matrices is dense."""
+        if 1 not in self.blocks:
+            return self
+        dense = self.blocks[1][0]
+        for u, v in self.rank_one:
+            dense = torch.addr(dense, u, v)
+        return Term(self.blocks | {1: dense[None]})
 
     def to(self, dtype: torch.dtype) -> "Term":
         """Return it in another precision."""
@@ -178,7 +187,7 @@ class Tangent:
             if not left:
                 return terms
             deepest = max(left, key=lambda base: base.depth)
-            term = terms.pop(deepest)
+            term = terms.pop(deepest).condensed()
             assert deepest.tangent is not None
             through = deepest.tangent.mapped(term.after)
             terms = (Tangent(terms) + through).terms
@@ -255,21 +264,30 @@ def _times_blocks(
     v: Inexact[Tensor, " n"], blocks: Inexact[Tensor, "B n_B m_B"]
 ) -> Inexact[Tensor, " m"]:
     """Return `vᵀ M` of a matrix of blocks."""
+    if len(blocks) == 1:
+        return _product(v, blocks[0])
     return _matrices(v.reshape(len(blocks), 1, -1), blocks).reshape(-1)
 
 
 def _matrices(left: Tensor, right: Tensor) -> Tensor:
     """Return products of matrices; where they are numbers, without one."""
-    dtype = torch.promote_types(left.dtype, right.dtype)
-    left = left.to(dtype)
-    right = right.to(dtype)
-    return left * right if left.shape[-1] == 1 else left @ right
+    left, right = _in_one_dtype(left, right)
+    if left.shape[-1] == 1:
+        return left * right
+    return torch.bmm(left, right) if left.ndim == 3 else left @ right
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ right`; a block may compute parts of itself in another precision."""
+    left, right = _in_one_dtype(left, right)
+    return left @ right
+
+
+def _in_one_dtype(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two factors; a block may compute parts of itself in another precision."""
+    if left.dtype == right.dtype:
+        return left, right
     dtype = torch.promote_types(left.dtype, right.dtype)
-    return left.to(dtype) @ right.to(dtype)
+    return left.to(dtype), right.to(dtype)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
