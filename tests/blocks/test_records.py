@@ -177,6 +177,12 @@ def test_constants_of_a_record_stay_out_of_the_derivative() -> None:
     torch.testing.assert_close(J, torch.diag(x))
 
 
+def test_a_jacobian_is_no_view_of_a_weight() -> None:
+    _, J = _recorded_jacobian(lambda x, _: (x[None] @ U)[0], _weights(D))
+    J.zero_()
+    assert bool(U.any())
+
+
 class _Attention(nn.Module):
     """Causal attention of four heads, the keys and values of which are shared by two."""
 

@@ -144,6 +144,7 @@ class Components:
         return product
 
 
+@torch.no_grad()
 def recorded_components(recorded: Recorded) -> Components:
     """Return the components from the record of a block on one token.
 
@@ -166,7 +167,8 @@ def recorded_components(recorded: Recorded) -> Components:
     d_model = recorded.y.numel()
     zeros = recorded.y.new_zeros(attention.n, d_model)
     zero = recorded.y.new_zeros(d_model, d_model)
-    write = of_attention.filled()
+    # It may be the model's own weight.
+    write = of_attention.filled().clone()
     read = attention.tangent.relative_to_inputs()[x].filled().mT
     skip = torch.eye(d_model).to(zero)
     if of_stream is not None:

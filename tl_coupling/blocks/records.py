@@ -176,6 +176,8 @@ class Recorded:
         BlockError: an operation has no derivative, or none that torch knows.
     """
 
+    # Neither the function nor its tangents are differentiated by torch.
+    @torch.no_grad()
     def __init__(
         self,
         function: Callable[..., Tensor],
@@ -186,16 +188,17 @@ class Recorded:
         inputs = [x.detach().clone() for x in inputs]
         try:
             with Record(inputs) as record:
-                self.y = function(*inputs, record)
+                y = function(*inputs, record)
         except _InPlace:
             # torch writes such operations out of place, at a cost for each operation.
             with Record(inputs) as record:
                 run = torch.func.functionalize(lambda *x: function(*x, record))
-                self.y = run(*inputs)
+                y = run(*inputs)
         self._middle = middle()
         self._pushforward = _Pushforward(record, self._middle)
         self.inputs = self._pushforward.inputs
-        self.tangent = self._pushforward.tangent_of(self.y)
+        self.tangent = self._pushforward.tangent_of(y)
+        self.y = y.detach()
 
     @property
     def after_middle(self) -> Base | None:
@@ -216,11 +219,12 @@ class Recorded:
             return None
         return self._middle.shape[1]
 
+    @torch.no_grad()
     def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
         """Return `dy / dx` of each input x."""
         terms = self.tangent.relative_to_inputs()
         return [
-            terms[base].filled().mT.contiguous()
+            terms[base].filled().mT.clone(memory_format=torch.contiguous_format)
             if base in terms
             else self.y.new_zeros(self.y.numel(), base.n)
             for base in self.inputs
