@@ -36,7 +36,9 @@ def test_influence(llama):
     for row, layer in enumerate(result.layers):
         for t1 in result.source_positions:
             s = np.linalg.svd(J[layer][t1, 5], compute_uv=False)
-            p = s[s > 1e-12 * s[0]] / s.sum()
+            # HuggingFace normalises in float32, which leaves 1e-9 where a J between two
+            # tokens, through keys and values, has zeros.
+            p = s[s > 1e-8 * s[0]] / s.sum()
             expected = [
                 np.sqrt((s**2).sum()),
                 s[0],
