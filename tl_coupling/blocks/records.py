@@ -467,7 +467,8 @@ class _Pushforward:
         tangent = self._tangents.get(id(value))
         if tangent is None or base not in tangent.terms:
             return value.new_zeros(()).expand(base.n, *value.shape)
-        return tangent.terms[base].filled().reshape(base.n, *value.shape)
+        dense = tangent.terms[base].filled().to(value.dtype)
+        return dense.reshape(base.n, *value.shape)
 
     def _copy(self, operation: Operation) -> bool:
         _, value = operation.args[:2]
