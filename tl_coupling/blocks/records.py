@@ -240,8 +240,11 @@ class _Pushforward:
         # Once they are met.
         self.middle: Base | None = None
         self.after_middle: Base | None = None
-        self._tangents = {id(x): Tangent.of_base(x) for x in record.inputs}
-        self.inputs = bases_of(self._tangents.values())
+        self.inputs = [Base(x.numel()) for x in record.inputs]
+        self._tangents = {
+            id(x): Tangent.of_base(base, x)
+            for base, x in zip(self.inputs, record.inputs, strict=True)
+        }
         # Of a view, the value whose entries it has.
         self._viewed: dict[int, int] = {}
         # Of values that went through a product.
@@ -263,8 +266,7 @@ class _Pushforward:
     def _written_from(self, value: Tensor) -> Base:
         """Write all that comes of a value relative to it."""
         base = self._base_of(value)
-        identity = value.new_ones(base.n, 1, 1)
-        self._set(value, {base: Term({base.n: identity})})
+        self._tangents[id(value)] = Tangent.of_base(base, value)
         return base
 
     def _needed_operations(self, y: Tensor) -> list[Operation]:

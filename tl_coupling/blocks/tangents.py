@@ -61,11 +61,6 @@ class Term:
         parts += [torch.outer(u, v) for u, v in self.rank_one]
         return _sum(parts)
 
-    def with_blocks(self, n_blocks: int) -> Inexact[Tensor, "B n_B m_B"]:
-        """Return it as so many blocks, of which it has at least so many."""
-        parts = [coarsened(blocks, n_blocks) for blocks in self.blocks.values()]
-        return _sum(parts)
-
     def condensed(self) -> "Term":
         """Return it without terms of rank one, if one of its matrices is dense."""
         if 1 not in self.blocks:
@@ -127,9 +122,8 @@ class Tangent:
     terms: dict[Base, Term]
 
     @classmethod
-    def of_base(cls, value: Tensor, tangent: "Tangent | None" = None) -> "Tangent":
-        """Return the tangent of a value relative to itself, as a new base."""
-        base = Base(value.numel(), tangent)
+    def of_base(cls, base: Base, value: Tensor) -> "Tangent":
+        """Return the tangent of a value relative to itself, which is a base."""
         return cls({base: Term({base.n: value.new_ones(base.n, 1, 1)})})
 
     def __add__(self, other: "Tangent") -> "Tangent":
@@ -168,7 +162,7 @@ class Tangent:
         def moved(term: Term) -> Term:
             result = Term()
             if term.blocks:
-                dense = term.with_blocks(1)[0]
+                dense = Term(term.blocks).filled()
                 result = dense_term(move(dense.reshape(len(dense), *shape), 1))
             for u, v in term.rank_one:
                 result.rank_one.append((u, move(v.reshape(shape), 0).reshape(-1)))
