@@ -202,10 +202,13 @@ def nearly_right_spaces(J: torch.Tensor, k: int):
 
 
 def replace_spaces(monkeypatch, spaces):
-    monkeypatch.setattr(iteration, "_krylov_spaces", lambda J, k, *sizes: spaces(J, k))
-    monkeypatch.setattr(
-        iteration, "_filtered_spaces", lambda J, square, k: spaces(J, k)
-    )
+    def search(J, *arguments):
+        """As an iteration of one matrix yields them."""
+        for steps, space in spaces(J[0], K):
+            yield iteration._Spaces([0], [steps], space[None])
+
+    monkeypatch.setattr(iteration, "_krylov_spaces", search)
+    monkeypatch.setattr(iteration, "_filtered_spaces", search)
 
 
 @pytest.mark.parametrize("spaces", [wrong_spaces, nearly_right_spaces])
@@ -228,6 +231,21 @@ def test_a_space_that_is_right_is_accepted(way, monkeypatch):
     replace_spaces(monkeypatch, right)
     J = planted(SIGMA["as block Jacobians have"])
     assert int(tlc.svd(J, K).steps) == 3
+
+
+def test_matrices_that_go_together_have_what_each_has_alone(way):
+    """As on a GPU: of spectra that take different numbers of steps, and with one that
+    has no triplets among them, which gets a full SVD."""
+    matrices = [planted(SIGMA[name]) for name in CHEAP]
+    J = torch.stack([*matrices, torch.zeros(N, N)])
+    U, S, Vh, residuals, steps = decompositions._decompose(J, K)
+    alone = [decompositions._decompose(one[None], K) for one in J]
+    assert steps.tolist() == [float(one[4]) for one in alone]
+    assert len(set(steps.tolist())) > 2
+    assert steps[-1] == 0
+    for i, matrix in enumerate(matrices):
+        spectrum = Spectrum(U[i], S[i], Vh[i], residuals[i], steps[i].int())
+        assert_top(matrix.double().numpy(), spectrum)
 
 
 def test_neither_the_global_generator_nor_the_batch_matters(way):

@@ -17,6 +17,7 @@ from tl_coupling.blocks.arithmetic import (
     mean_weights,
     own_arithmetic,
 )
+from tl_coupling.blocks.batches import TOGETHER, jacobians_together
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, differ_in, hidden_states
 from tl_coupling.blocks.components import Components
 from tl_coupling.blocks.contexts import PRODUCTS, BlockError, Context

@@ -34,7 +34,7 @@ from tl_coupling.blocks.components import (
     hooked_components,
     recorded_components,
 )
-from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.contexts import BlockError, Context
 from tl_coupling.blocks.evaluation import PullBack, reverse_mode, vjp
 from tl_coupling.blocks.gate import CheckedBlock
 from tl_coupling.blocks.records import Recorded
@@ -117,12 +117,12 @@ class BlockFunction(CheckedBlock):
         """
         if self.remark_on_norms():
             return self._branches
-        if not self._passes_whole:
+        if not self.passes_whole:
             self._check_skip_path()
         return self
 
     @property
-    def _passes_whole(self) -> bool:
+    def passes_whole(self) -> bool:
         """Whether all of the stream that enters is in what leaves, as far as is known."""
         # With the model's final norm, f holds −I as the paper's code has it.
         if self.norm is not None or self.stream_norms is not None:
@@ -239,7 +239,7 @@ class BlockFunction(CheckedBlock):
             jacobians, path = self.cheapest(
                 ways, t1s, t2, lambda matrices: [reference.u @ J for J in matrices]
             )
-        if t2 in t1s and not self._passes_whole:
+        if t2 in t1s and not self.passes_whole:
             self._remark_on_directions_cut(jacobians[t1s.index(t2)])
         return jacobians, path
 
@@ -315,7 +315,7 @@ class BlockFunction(CheckedBlock):
             BlockError: the block does not give its keys and values, or t1 does not act
                 on t2.
         """
-        context = self._context(t2)
+        context = self.context_of(t2)
         if t1 == t2:
             return lambda x: self.added_to_row(x, t2, context)
         input_row = self._rows_in(context, [t1], t2)
@@ -340,7 +340,7 @@ class BlockFunction(CheckedBlock):
         # Its context depends on the reference, which must be made before `evaluation()`.
         self.reference(position)
         with self.evaluation():
-            context = self.call.context(position, self._context(position))
+            context = self.call.context(position, self.context_of(position))
             return self.row_outputs(rows, context)
 
     # As Jacobians
@@ -376,7 +376,23 @@ class BlockFunction(CheckedBlock):
         others; else among them, whatever is done to them before, which takes a tangent
         of all.
         """
-        keys_and_values = self._context(t2)
+        keys_and_values = self.context_of(t2)
+        added, context = self.function_of_rows(t1s, t2, keys_and_values, is_apart)
+        inputs = [self.X[t1] for t1 in t1s]
+        return Recorded(self.recordable(added), inputs, lambda: context.attended)
+
+    def function_of_rows(
+        self,
+        t1s: list[int],
+        t2: int,
+        keys_and_values: tuple[Tensor, ...],
+        is_apart: bool,
+    ) -> tuple[Callable[..., Tensor], Context]:
+        """Return `f(X)[t2]` as a function of rows of X and of the record that is made
+        of it, and the context that it meets: these keys and values, of all other rows.
+
+        `is_apart` as in `_record`.
+        """
         others = [t1 for t1 in t1s if t1 != t2]
         other_rows = self._rows_in(keys_and_values, others, t2)
         context = self.call.context(t2, keys_and_values)
@@ -399,8 +415,7 @@ class BlockFunction(CheckedBlock):
                 y = self.row_output(x[None].clone(), context).reshape(-1)
             return y - x
 
-        inputs = [self.X[t1] for t1 in t1s]
-        return Recorded(self.recordable(added), inputs, lambda: context.attended)
+        return added, context
 
     def recordable(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a function of inputs and a record, as it is to be recorded."""
@@ -424,7 +439,7 @@ class BlockFunction(CheckedBlock):
         From keys and values there, gradients are pulled back to the other input rows.
         """
         context_positions = [t1 for t1 in t1s if t1 != t2]
-        context_rows = self._rows_in(self._context(t2), context_positions, t2)
+        context_rows = self._rows_in(self.context_of(t2), context_positions, t2)
         pull_back = context_rows.pull_back()
 
         def function(x: Tensor, *keys_and_values: Tensor) -> Tensor:
@@ -472,27 +487,27 @@ class BlockFunction(CheckedBlock):
         block = self.call.module
         return function(x), hooked_components(function, x, block, t, chunk_size)
 
-    def _looks_ahead(self, t2: int) -> bool:
+    def looks_ahead(self, t2: int) -> bool:
         """Say whether later rows act on this one (vision, BERT)."""
         later = self.reference(t2).rows[t2 + 1 :]
         return len(later) > 0 and bool(later.any())
 
-    def _context(self, t2: int) -> tuple[Tensor, ...]:
+    def context_of(self, t2: int) -> tuple[Tensor, ...]:
         """Return keys and values of the rows that act on t2, without its own.
 
         Those are the rows before, or all others.
         """
         dim = self.call.position_dim
-        all_rows = self.keys_and_values()
-        if self._looks_ahead(t2):
-            return tuple(_remove_row(rows, t2, dim) for rows in all_rows)
-        return tuple(rows.narrow(dim, 0, t2) for rows in all_rows)
+        looks_ahead = self.looks_ahead(t2)
+        return tuple(
+            other_rows(rows, t2, dim, looks_ahead) for rows in self.keys_and_values()
+        )
 
     def _rows_in(
         self, context: tuple[Tensor, ...], t1s: list[int], t2: int
     ) -> "_ContextRows":
         """Return these rows of t2's context."""
-        if max(t1s, default=0) > t2 and not self._looks_ahead(t2):
+        if max(t1s, default=0) > t2 and not self.looks_ahead(t2):
             raise BlockError("a later row is not in the context")
         # The output row itself is not in its context.
         # Later rows move up by one there.
@@ -565,8 +580,10 @@ def _concatenated(
     return [torch.cat(parts, dim) for parts in zip(*keys_and_values, strict=True)]
 
 
-def _remove_row(rows: Tensor, position: int, dim: int) -> Tensor:
-    """Return keys or values without the row at a position along `dim`."""
+def other_rows(rows: Tensor, position: int, dim: int, looks_ahead: bool) -> Tensor:
+    """Return the keys or values before a position along `dim`, or all but its own."""
     earlier = rows.narrow(dim, 0, position)
+    if not looks_ahead:
+        return earlier
     later = rows.narrow(dim, position + 1, rows.shape[dim] - position - 1)
     return torch.cat([earlier, later], dim)

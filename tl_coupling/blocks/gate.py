@@ -179,18 +179,9 @@ class CheckedBlock(EvaluatedBlock):
         """
         _, value, u, rows = reference
         stream = self.X[reference.positions.start : reference.positions.stop]
-        scale = value.norm(dim=1) + SHARE_OF_STREAM * stream.norm(dim=1)
-        is_value = is_within((y - value).norm(dim=1), TOLERANCE * scale)
-        identity_tolerance = (
-            _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm(dim=1)
-        )
-        rounding_tolerance = TOLERANCE * SHARE_OF_STREAM * rows.norm()
-        tolerance = TOLERANCE * rows.norm(dim=1) + rounding_tolerance
-        is_product = is_within(
-            (product - rows).norm(dim=1), tolerance + identity_tolerance
-        )
+        is_product = is_same_product(product, rows, rows.norm(), u)
         # One reading, for which a device waits once.
-        return bool((is_value & is_product).all())
+        return bool((is_same_value(y, value, stream) & is_product).all())
 
     # Norms of the stream
 
@@ -285,25 +276,16 @@ class CheckedBlock(EvaluatedBlock):
             t2: the output position.
         """
         reference = self.reference(t2)
-        u = reference.u
-        vectors = torch.stack([y - reference.y, reference.y, self.X[t2], u])
-        differences = torch.stack(list(products)) - reference.rows[list(t1)]
+        is_value = is_same_value(y, reference.y, self.X[t2])
+        is_output = torch.tensor([t == t2 for t in t1], device=y.device)
+        is_product = is_same_product(
+            torch.stack(list(products)),
+            reference.rows[list(t1)],
+            reference.rows.norm(),
+            reference.u * is_output[:, None],
+        )
         # One reading, for which a device waits once.
-        norms = torch.cat([vectors, differences, reference.rows]).norm(dim=1).tolist()
-        error, y_norm, stream_norm, u_norm = norms[:4]
-        errors = norms[4 : 4 + len(t1)]
-        row_norms = norms[4 + len(t1) :]
-        tolerance = TOLERANCE * (y_norm + SHARE_OF_STREAM * stream_norm)
-        # As `is_within`.
-        agrees = [error <= tolerance and error < math.inf]
-        identity_tolerance = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u_norm
-        rounding_tolerance = TOLERANCE * SHARE_OF_STREAM * math.hypot(*row_norms)
-        for error, position in zip(errors, t1, strict=True):
-            tolerance = TOLERANCE * row_norms[position] + rounding_tolerance
-            if position == t2:
-                tolerance += identity_tolerance
-            agrees.append(error <= tolerance and error < math.inf)
-        return all(agrees)
+        return bool(is_value & is_product.all())
 
     def changed(self) -> StepError:
         """Return the error where the full sequence no longer agrees with itself."""
@@ -379,9 +361,7 @@ class CheckedBlock(EvaluatedBlock):
     def _pulled_back(self, forward: _Pass, t: int) -> Reference:
         """Return the reference of a position from one backward pass."""
         Y = forward.Y
-        # Drawn on the CPU and in float64: the same on every device and in every dtype.
-        generator = torch.Generator().manual_seed(t)
-        u = torch.randn(Y.shape[1], generator=generator, dtype=torch.float64).to(Y)
+        u = random_output(t, Y)
         seed = torch.zeros_like(Y)
         seed[t] = u
         try:
@@ -428,12 +408,12 @@ class CheckedBlock(EvaluatedBlock):
         self, Y: Float[Tensor, "n_pos d_model"]
     ) -> Bool[Tensor, " n_pos"]:
         """Say where f(X) is not the traced step, up to rounding in the model's dtype."""
-        difference = (Y - self.step).norm(dim=1)
-        eps = torch.finfo(self.own_dtype).eps if self.recorded else 0
-        step_tolerance = (TOLERANCE + 8 * eps) * self.step.norm(dim=1)
-        stream_norm = self.X.norm(dim=1)
-        stream_tolerance = (SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * stream_norm
-        return ~is_within(difference, step_tolerance + stream_tolerance)
+        return is_another_step(Y, self.step, self.X, self.rounding_of_step)
+
+    @property
+    def rounding_of_step(self) -> float:
+        """The rounding of the traced step beyond that of f: the model's own dtype's."""
+        return torch.finfo(self.own_dtype).eps if self.recorded else 0.0
 
     def _refuse_step(self, Y: Float[Tensor, "n_pos d_model"]) -> None:
         """Raise StepError: f(X) is not the traced step.
@@ -525,9 +505,7 @@ class CheckedBlock(EvaluatedBlock):
         """
         X = self.X
         size = X.norm(dim=1, keepdim=True) / math.sqrt(X.shape[1])
-        generator = torch.Generator().manual_seed(self.layer + _MOST_LAYERS * direction)
-        V = torch.randn(X.shape, generator=generator, dtype=torch.float64)
-        V = size * V.to(X)
+        V = size * random_direction(self.layer, direction, X).to(X)
         places = torch.tensor(list(references), device=X.device)
         Y = forward.Y[places]
         u = torch.stack([reference.u for reference in references.values()])
@@ -626,6 +604,22 @@ class CheckedBlock(EvaluatedBlock):
         return f". Active hooks: {', '.join(names)}" if names else ""
 
 
+def random_output(t: int, stream: Float[Tensor, "... d_model"]) -> Float[Tensor, " d"]:
+    """Return the random vector by which a position's outputs are checked."""
+    # Drawn on the CPU and in float64: the same on every device and in every dtype.
+    generator = torch.Generator().manual_seed(t)
+    u = torch.randn(stream.shape[-1], generator=generator, dtype=torch.float64)
+    return u.to(stream)
+
+
+def random_direction(
+    layer: int, direction: int, X: Float[Tensor, "n_pos d_model"]
+) -> Float[Tensor, "n_pos d_model"]:
+    """Return a random direction in which a block's stream is moved, on the CPU."""
+    generator = torch.Generator().manual_seed(layer + _MOST_LAYERS * direction)
+    return torch.randn(X.shape, generator=generator, dtype=torch.float64)
+
+
 def _format_tokens(is_meant: Bool[Tensor, " n_pos"]) -> str:
     """Return the marked positions as in "tokens 0, 3"."""
     positions = is_meant.nonzero().flatten().tolist()
@@ -633,6 +627,48 @@ def _format_tokens(is_meant: Bool[Tensor, " n_pos"]) -> str:
     if len(positions) > 8:
         numbers += ", …"
     return f"token{'s' if len(positions) > 1 else ''} {numbers}"
+
+
+def is_another_step(
+    Y: Float[Tensor, "*batch d_model"],
+    step: Float[Tensor, "*batch d_model"],
+    X: Float[Tensor, "*batch d_model"],
+    eps: float,
+) -> Bool[Tensor, "*batch"]:
+    """Say where f(X) is not the traced step, which is rounded to `eps` besides."""
+    step_tolerance = (TOLERANCE + 8 * eps) * step.norm(dim=-1)
+    stream_tolerance = (SHARE_OF_STREAM * TOLERANCE + 1.5 * eps) * X.norm(dim=-1)
+    return ~is_within((Y - step).norm(dim=-1), step_tolerance + stream_tolerance)
+
+
+def is_same_value(
+    y: Float[Tensor, "*batch d_model"],
+    expected: Float[Tensor, "*batch d_model"],
+    stream: Float[Tensor, "*batch d_model"],
+) -> Bool[Tensor, "*batch"]:
+    """Say where a way gives the value of f on the full sequence."""
+    scale = expected.norm(dim=-1) + SHARE_OF_STREAM * stream.norm(dim=-1)
+    return is_within((y - expected).norm(dim=-1), TOLERANCE * scale)
+
+
+def is_same_product(
+    product: Float[Tensor, "*batch d_model"],
+    expected: Float[Tensor, "*batch d_model"],
+    all_rows: Float[Tensor, "..."],
+    u: Float[Tensor, "*batch d_model"],
+) -> Bool[Tensor, "*batch"]:
+    """Say where a way gives `uᵀ J` of the full sequence.
+
+    Args:
+        product: what it gives.
+        expected: of the full sequence.
+        all_rows: the norm of such products of all input rows.
+        u: the vector, of a Jacobian from which the identity was taken; zero of others.
+    """
+    rounding = TOLERANCE * SHARE_OF_STREAM * all_rows
+    of_identity = _BITS_OF_IDENTITY * torch.finfo(u.dtype).eps * u.norm(dim=-1)
+    tolerance = TOLERANCE * expected.norm(dim=-1) + rounding + of_identity
+    return is_within((product - expected).norm(dim=-1), tolerance)
 
 
 def is_within(error: Tensor, tolerance: Tensor) -> Bool[Tensor, "..."]:

@@ -47,12 +47,13 @@ _NARROW = 4
 
 
 class Operation(NamedTuple):
-    """An operation as it ran."""
+    """An operation as it ran; one that `hides` its arguments has no derivative."""
 
     function: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Sequence[Any]
+    hides: bool = False
 
     @property
     def name(self) -> str:
@@ -66,13 +67,15 @@ class Operation(NamedTuple):
     def with_values(self, replaced: Mapping[int, Tensor]) -> "Operation":
         """Return it with other tensors in the place of those of these ids."""
         return self._replace(
-            args=tuple(_replaced(self.args, replaced)),
-            outputs=_replaced(self.outputs, replaced),
+            args=tuple(replaced_values(self.args, replaced)),
+            outputs=replaced_values(self.outputs, replaced),
         )
 
     def repeated(self, replaced: Mapping[int, Tensor]) -> Sequence[Any]:
         """Return what it gives for other tensors in the place of those of these ids."""
-        return _sequence(self.function(*_replaced(self.args, replaced), **self.kwargs))
+        return sequence_of(
+            self.function(*replaced_values(self.args, replaced), **self.kwargs)
+        )
 
 
 class _InPlace(BlockError):
@@ -81,14 +84,16 @@ class _InPlace(BlockError):
 
 # A mode, because the operations are those of the block's own code.
 class Record(TorchDispatchMode):
-    """Context that notes the operations on what depends on `inputs`, in order.
+    """Context that notes the operations on what depends on `inputs`, in order; or every
+    operation, to be repeated with any other tensors (`graphs`).
 
     The tensors are kept: no other one gets their ids.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], notes_all: bool = False) -> None:
         super().__init__()
         self.inputs = inputs
+        self.notes_all = notes_all
         self.operations: list[Operation] = []
         self._dependent = set(map(id, inputs))
         self._is_paused = False
@@ -102,14 +107,17 @@ class Record(TorchDispatchMode):
     ) -> Any:
         """Call an operation, and note it."""
         kwargs = kwargs or {}
-        if self._is_paused or not self._depends([*args, *kwargs.values()]):
+        is_noted = self.notes_all or self._depends([*args, *kwargs.values()])
+        if self._is_paused or not is_noted:
             return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default and args[0].is_floating_point():
+        if func is aten._local_scalar_dense.default and (
+            self.notes_all or args[0].is_floating_point()
+        ):
             raise BlockError("the block reads a value of its stream as a number")
         if func._schema.is_mutable:
             return self._note_in_place(func, args, kwargs)
         output = func(*args, **kwargs)
-        self._note(Operation(func, args, kwargs, _sequence(output)))
+        self._note(Operation(func, args, kwargs, sequence_of(output)))
         return output
 
     def _note(self, operation: Operation) -> None:
@@ -157,9 +165,13 @@ class Record(TorchDispatchMode):
         """Return a tensor as one that does not depend on an input."""
         self._is_paused = True
         try:
-            return tensor.detach()
+            constant = tensor.detach()
         finally:
             self._is_paused = False
+        if self.notes_all:
+            detach = aten.detach.default
+            self._note(Operation(detach, (tensor,), {}, [constant], hides=True))
+        return constant
 
 
 class Recorded:
@@ -195,7 +207,7 @@ class Recorded:
                 run = torch.func.functionalize(lambda *x: function(*x, record))
                 y = run(*inputs)
         self._middle = middle()
-        self._pushforward = _Pushforward(record, self._middle)
+        self._pushforward = _Pushforward(record.operations, inputs, self._middle)
         self.inputs = self._pushforward.inputs
         self.tangent = self._pushforward.tangent_of(y)
         self.y = y.detach()
@@ -222,28 +234,54 @@ class Recorded:
     @torch.no_grad()
     def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
         """Return `dy / dx` of each input x."""
-        terms = self.tangent.relative_to_inputs()
-        return [
-            terms[base].filled().mT.clone(memory_format=torch.contiguous_format)
-            if base in terms
-            else self.y.new_zeros(self.y.numel(), base.n)
-            for base in self.inputs
-        ]
+        return jacobians_from(self.tangent, self.inputs, self.y)
+
+
+def jacobian_of_operations(
+    operations: Sequence[Operation], x: Float[Tensor, " d"], y: Float[Tensor, " d_out"]
+) -> Float[Tensor, "d_out d"]:
+    """Return `dy / dx` of values that operations took and gave.
+
+    Raises:
+        BlockError: as in `Recorded`.
+    """
+    pushforward = _Pushforward(operations, [x], None)
+    tangent = pushforward.tangent_of(y)
+    (J,) = jacobians_from(tangent, pushforward.inputs, y)
+    return J
+
+
+def jacobians_from(
+    tangent: Tangent, inputs: Sequence[Base], y: Tensor
+) -> list[Float[Tensor, "d_out d"]]:
+    """Return `dy / dx` of each input from the tangent of y."""
+    terms = tangent.relative_to_inputs()
+    return [
+        terms[base].filled().mT.clone(memory_format=torch.contiguous_format)
+        if base in terms
+        else y.new_zeros(y.numel(), base.n)
+        for base in inputs
+    ]
 
 
 class _Pushforward:
-    """Tangents of the values of a record, from its inputs on."""
+    """Tangents of the values that operations give, from inputs on."""
 
-    def __init__(self, record: Record, middle: Tensor | None) -> None:
-        self._record = record
+    def __init__(
+        self,
+        operations: Sequence[Operation],
+        inputs: Sequence[Tensor],
+        middle: Tensor | None,
+    ) -> None:
+        self._operations = operations
         self._middle = None if middle is None else id(middle)
         # Once they are met.
         self.middle: Base | None = None
         self.after_middle: Base | None = None
-        self.inputs = [Base(x.numel()) for x in record.inputs]
+        self.inputs = [Base(x.numel()) for x in inputs]
         self._tangents = {
             id(x): Tangent.of_base(base, x)
-            for base, x in zip(self.inputs, record.inputs, strict=True)
+            for base, x in zip(self.inputs, inputs, strict=True)
         }
         # Of a view, the value whose entries it has.
         self._viewed: dict[int, int] = {}
@@ -273,7 +311,7 @@ class _Pushforward:
         """Return the operations on which y depends, in order."""
         needed = []
         wanted = {id(y)}
-        for operation in reversed(self._record.operations):
+        for operation in reversed(self._operations):
             if any(id(output) in wanted for output in operation.outputs):
                 needed.append(operation)
                 wanted.update(map(id, tensors_in(operation.args)))
@@ -283,15 +321,11 @@ class _Pushforward:
         """Give an operation's outputs their tangents."""
         inputs = self._inputs(operation)
         name = operation.name
-        if not inputs or _makes_constants(name):
+        if not inputs or operation.hides or _makes_constants(name):
             return
-        outputs = list(tensors_in(operation.outputs))
-        is_whole = not any(map(_has_slope, outputs))
-        is_counted = any(output.dtype != torch.bool for output in outputs)
-        is_rounded = name == "_to_copy" and is_whole and is_counted
-        if name in _ROUNDS | _QUANTIZES or is_rounded:
+        if has_no_slope(operation):
             raise BlockError(f"the block calls `{name}`, which has no slope")
-        if is_whole:
+        if not any(map(_has_slope, tensors_in(operation.outputs))):
             return
         rule = _RULES.get(name)
         if rule is not None and rule(self, operation):
@@ -790,6 +824,16 @@ def _slopes(
     return list(pull_back(torch.ones_like(output)))
 
 
+def has_no_slope(operation: Operation) -> bool:
+    """Say whether an operation rounds, or makes whole numbers of others."""
+    if operation.name in _ROUNDS | _QUANTIZES:
+        return True
+    outputs = list(tensors_in(operation.outputs))
+    is_whole = not any(map(_has_slope, outputs))
+    is_counted = any(output.dtype != torch.bool for output in outputs)
+    return operation.name == "_to_copy" and is_whole and is_counted
+
+
 def _makes_constants(name: str) -> bool:
     """Say whether an operation takes nothing but a shape from what it gets."""
     return name in ("fill", "zero") or name.startswith("new_") or name.endswith("_like")
@@ -799,16 +843,17 @@ def _has_slope(value: Tensor) -> bool:
     return value.is_floating_point() or value.is_complex()
 
 
-def _sequence(output: Any) -> Sequence[Any]:
+def sequence_of(output: Any) -> Sequence[Any]:
+    """Return what an operation gave as a sequence."""
     return output if isinstance(output, list | tuple) else (output,)
 
 
-def _replaced(values: Sequence[Any], replaced: Mapping[int, Tensor]) -> list[Any]:
+def replaced_values(values: Sequence[Any], replaced: Mapping[int, Tensor]) -> list[Any]:
     """Return values with other tensors in the place of those of these ids."""
     results: list[Any] = []
     for value in values:
         if isinstance(value, list | tuple):
-            results.append(_replaced(value, replaced))
+            results.append(replaced_values(value, replaced))
         else:
             results.append(replaced.get(id(value), value))
     return results

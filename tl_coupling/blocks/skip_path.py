@@ -74,20 +74,33 @@ class FarOut(NamedTuple):
     @classmethod
     def of(cls, output: Tensor, stream: Tensor) -> "FarOut":
         """Judge what a block made of a `far_stream`."""
-        error = (output - stream).norm(dim=1)
-        is_same = error <= _WHOLE * stream.norm(dim=1)
-        share = (output * stream).sum() / stream.square().sum()
-        is_small = stays_small(output, stream / FAR)
-        # One reading, for which a device waits once.
-        numbers = torch.stack([is_small, is_same.all(), share]).tolist()
-        return cls(bool(numbers[0]), bool(numbers[1]), numbers[2])
+        return cls.read(*cls.numbers(output, stream).tolist())
+
+    @classmethod
+    def read(cls, stays_small: float, passes_whole: float, share: float) -> "FarOut":
+        """Return what `numbers` say."""
+        return cls(bool(stays_small), bool(passes_whole), share)
+
+    @staticmethod
+    def numbers(
+        output: Float[Tensor, "*batch n_pos d_model"],
+        stream: Float[Tensor, "*batch n_pos d_model"],
+    ) -> Float[Tensor, "*batch 3"]:
+        """Return what is judged, to be read together: a device waits once."""
+        error = (output - stream).norm(dim=-1)
+        is_same = (error <= _WHOLE * stream.norm(dim=-1)).all(-1)
+        share = (output * stream).sum((-2, -1)) / stream.square().sum((-2, -1))
+        is_small = stays_small(output.flatten(-2), (stream / FAR).flatten(-2))
+        return torch.stack([is_small.to(share), is_same.to(share), share], -1)
 
 
-def far_stream(X: Float[Tensor, "n_pos d_model"]) -> Float[Tensor, "n_pos d_model"]:
+def far_stream(
+    X: Float[Tensor, "*batch n_pos d_model"],
+) -> Float[Tensor, "*batch n_pos d_model"]:
     """Return a stream far out, in a direction that has a part in every other."""
     generator = torch.Generator().manual_seed(_SEED)
-    noise = torch.randn(X.shape, generator=generator, dtype=torch.float64).to(X)
-    size = X.norm(dim=1, keepdim=True) / X.shape[1] ** 0.5
+    noise = torch.randn(X.shape[-2:], generator=generator, dtype=torch.float64).to(X)
+    size = X.norm(dim=-1, keepdim=True) / X.shape[-1] ** 0.5
     return FAR * (X + size * noise)
 
 

@@ -144,16 +144,18 @@ def _is_stream_norm(
 
 def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
     """Say whether what a function makes of x, at any scale of x, is small beside it."""
-    if not stays_small(output_at(FAR), x):
+    if not stays_small(output_at(FAR).flatten(), x.flatten()):
         return False
     usual = output_at(1.0).norm()
     scale = _NEAR * max(1.0, float(usual / x.norm()))
     return bool(output_at(scale).norm() <= _KEPT * scale * x.norm())
 
 
-def stays_small(far_output: Tensor, x: Tensor) -> Bool[Tensor, ""]:
+def stays_small(
+    far_output: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch n"]
+) -> Bool[Tensor, "*batch"]:
     """Say whether what a function makes of x, moved far out, is not far out."""
-    return x.any() & (far_output.norm() <= _LARGEST * x.norm())
+    return x.any(-1) & (far_output.norm(dim=-1) <= _LARGEST * x.norm(dim=-1))
 
 
 def _moved_out(

@@ -61,6 +61,7 @@ def depth_coupling(
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
     chunk_size: Count | None = None,
+    batch: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> CouplingMap:
@@ -97,6 +98,11 @@ def depth_coupling(
             `frobenius_norms` are then estimates, to about a per cent; of coupling only
             `null_interval` depends on them, of other measures the nulls.
         chunk_size: as in `block_jacobian`.
+        batch: how many Jacobians are computed by one call, of blocks and, in
+            `mean_depth_coupling`, of prompts of one length. By default as many as fit
+            into half of a GPU's free memory, which holds a copy of their weights; one
+            on a CPU, which gains nothing by it. Blocks of one kind go together, each
+            checked as alone; what does not go together goes singly.
         max_memory: bytes, or a text such as "3GiB", that this may take beside the model
             and the trace. Chunks become smaller, and Jacobians that do not fit are kept
             in a temporary file; by default where they would take more than half of what
@@ -141,7 +147,7 @@ def depth_coupling(
                 "give `layers`: `rows` and `cols` are for a single `position`"
             )
         # The bar counts tokens, and Jacobians of one have none.
-        options = JacobianOptions(chunk_size, max_memory, False, change, method)
+        options = JacobianOptions(chunk_size, max_memory, False, change, method, batch)
         positions = with_progress(_positions(trace, position), progress, "tokens")
         requests = (_layers_at(trace, t, layers) for t in positions)
         maps = map(
@@ -150,7 +156,7 @@ def depth_coupling(
         )
         asked = position if position == "all" else list(position)
         return MeanCouplingMap.over_tokens(maps, asked)
-    options = JacobianOptions(chunk_size, max_memory, progress, change, method)
+    options = JacobianOptions(chunk_size, max_memory, progress, change, method, batch)
     # Rows and columns are the same layers: each is computed and decomposed once.
     if rows is None and cols is None:
         (decomposed,) = decomposed_layers([trace], k, position, layers, options)
@@ -180,6 +186,7 @@ def mean_depth_coupling(
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
     chunk_size: Count | None = None,
+    batch: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> MeanCouplingMap:
@@ -190,7 +197,8 @@ def mean_depth_coupling(
         k, position, orientation, layers, without, metric, method: as in
             `depth_coupling`, with the same errors and warnings, for each prompt. Of
             several positions each prompt counts with its mean over tokens.
-        chunk_size, max_memory: as in `depth_coupling`.
+        chunk_size, batch, max_memory: as in `depth_coupling`. Prompts of one length
+            that follow each other are computed together.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
             a terminal or notebook; `False` for none.
 
@@ -214,7 +222,7 @@ def mean_depth_coupling(
     """
     # The bar counts prompts, and Jacobians of one have none.
     change = Change(without, metric)
-    options = JacobianOptions(chunk_size, max_memory, False, change, method)
+    options = JacobianOptions(chunk_size, max_memory, False, change, method, batch)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     if not isinstance(position, int):
         return MeanCouplingMap.over(
@@ -228,6 +236,7 @@ def mean_depth_coupling(
                 metric=metric,
                 method=method,
                 chunk_size=chunk_size,
+                batch=batch,
                 max_memory=max_memory,
                 progress=False,
             )
@@ -274,6 +283,7 @@ def depth_couplings(
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
     chunk_size: Count | None = None,
+    batch: Count | None = None,
     max_memory: MemoryLimit | None = None,
     progress: Progress | None = None,
 ) -> dict[Orientation, CouplingMap]:
@@ -289,7 +299,7 @@ def depth_couplings(
     if not orientations:
         raise ValueError("`orientations` is empty: wanted at least one")
     change = Change(without, metric)
-    options = JacobianOptions(chunk_size, max_memory, progress, change, method)
+    options = JacobianOptions(chunk_size, max_memory, progress, change, method, batch)
     # `max_memory` holds for the maps of all orientations together.
     (decomposed,) = decomposed_layers(
         [trace], k, position, layers, options, len(orientations)

@@ -4,7 +4,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,11 @@ from tl_coupling.progress import Progress
 # memory at once: measured.
 _ACTIVATIONS = 4
 _OF_SVD = 12
+# Activations as wide as the widest, for each row of a Jacobian of a batch, that are in
+# memory at once.
+_OF_BATCH = 6
+# The most prompts of a batch.
+MOST_PROMPTS = 32
 # Of the memory that is free, what Jacobians may take unless a limit is given.
 _SHARE = 0.5
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -79,6 +84,8 @@ class JacobianOptions:
         change: what is done to each Jacobian before it is decomposed.
         method: whether Jacobians are formed, or known by their products with vectors;
             `"auto"` is decided for each trace.
+        batch: how many Jacobians are computed by one call, of blocks and prompts; by
+            default what fits on a GPU, and one elsewhere.
 
     Raises:
         ValueError: a change of Jacobians that are not formed.
@@ -89,6 +96,7 @@ class JacobianOptions:
     progress: Progress | None = None
     change: Change | None = None
     method: AnyMethod = "jacobians"
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         """Raise where a change needs what is not formed."""
@@ -161,7 +169,7 @@ class Budget:
         matrix: of one Jacobian.
         seed_bytes: what computing one row of a Jacobian takes.
         n_seeds: rows of a Jacobian that are computed at a time, as estimated.
-        n_svds: Jacobians that are decomposed at a time, each by a thread.
+        n_svds: Jacobians that are decomposed at a time, on a CPU each by a thread.
         chunk_size: rows of a Jacobian that must be computed at a time, if limited.
         n_sharing: Jacobians that may share work, if limited.
         keeps_in_memory: whether those that are kept are kept in memory, or in a file.
@@ -193,9 +201,11 @@ class Budget:
         # The longest row or column of the block's matrices is the widest activation; at
         # least 4 d, as is usual.
         # A narrow MLP still leaves attention's queries, keys and values side by side.
-        widths = [max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1]
-        width = max(4, -(-max(widths, default=0) // d))
-        n_workers = max(1, torch.get_num_threads() // 2)
+        width = max(4, -(-_widest(block) // d))
+        device = _device(block)
+        n_workers = n_columns
+        if device.type == "cpu":
+            n_workers = max(1, torch.get_num_threads() // 2)
         n_pairs = sizes.n_rows * sizes.n_columns
         budget = cls(
             # A of every pair, `k²` numbers each, in as many orientations as there are
@@ -212,7 +222,7 @@ class Budget:
         )
         if options.max_memory is not None:
             return budget._limited(n_bytes(options.max_memory))
-        free = _SHARE * _free_memory(torch.device("cpu"))
+        free = _SHARE * _free_memory(device)
         n_that_fit = free / (_OF_SVD * budget.matrix)
         return replace(
             budget,
@@ -269,18 +279,74 @@ class Budget:
         )
 
 
+class Batch(NamedTuple):
+    """How many connections of how many prompts are computed together."""
+
+    n_connections: int = 1
+    n_prompts: int = 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether each Jacobian is computed alone."""
+        return self.n_connections * self.n_prompts == 1
+
+    @classmethod
+    def that_fits(
+        cls, trace: Trace, n_connections: int, options: JacobianOptions
+    ) -> "Batch":
+        """Return the batch of `options.batch` Jacobians, or what fits.
+
+        Prompts share weights, blocks do not: as many blocks as there are come first.
+        """
+        if trace.is_streamed:
+            return cls()
+        if options.batch is not None:
+            n_prompts = max(1, options.batch // n_connections)
+            return cls(min(options.batch, n_connections), n_prompts)
+        device = trace.blocks[0].X.device
+        if device.type == "cpu":
+            return cls()
+        memory = _SHARE * _free_memory(device)
+        if options.max_memory is not None:
+            memory = n_bytes(options.max_memory)
+        d = trace.d_model
+        itemsize = trace.blocks[0].X.element_size()
+        block = trace.blocks[0].call.module
+        # In the precision of the Jacobians, and stacked.
+        of_block = 2 * itemsize * sum(p.numel() for p in block.parameters())
+        width = max(4 * d, _widest(block))
+        of_jacobian = itemsize * d * (_OF_SVD * d + _OF_BATCH * width)
+        n_that_fit = memory // (of_block + of_jacobian)
+        n_blocks = int(max(1, min(n_connections, n_that_fit)))
+        if n_blocks < n_connections:
+            return cls(n_blocks)
+        left = memory - n_blocks * of_block
+        n_prompts = int(left // (n_blocks * of_jacobian))
+        return cls(n_blocks, max(1, min(MOST_PROMPTS, n_prompts)))
+
+
+def _widest(block: nn.Module) -> int:
+    """Return the longest row or column of a block's matrices."""
+    widths = [max(p.shape[-2:]) for p in block.parameters() if p.ndim > 1]
+    return max(widths, default=0)
+
+
 def fits_in_memory(size: int, block: nn.Module) -> bool:
     """Say whether Jacobians of so many bytes are kept in memory if no limit is given.
 
     They are if they take no more than half of what is free; of a model that is read
     from disk, no more than a block's weights.
     """
-    weights = list(block.parameters())
     # Its user chose to hold one block: Jacobians get no more room than that.
     if facts_of(block).is_streamed:
-        return size <= 4 * sum(p.numel() for p in weights)
-    device = weights[0].device if weights else torch.device("cpu")
-    return size <= _SHARE * _free_memory(device)
+        return size <= 4 * sum(p.numel() for p in block.parameters())
+    return size <= _SHARE * _free_memory(_device(block))
+
+
+def _device(block: nn.Module) -> torch.device:
+    """Return where a block's weights are."""
+    weights = next(block.parameters(), None)
+    return torch.device("cpu") if weights is None else weights.device
 
 
 def _free_memory(device: torch.device) -> float:

@@ -87,6 +87,10 @@ def fill_pairs(
     if orientation == "vju":
         left, right = right, left
     right_vectors = rearrange(right, "column k d -> (column k) d")
+    if isinstance(J, Tensor) and len(J) > 1:
+        images = right_vectors @ J.mT
+        A[:] = left @ images.unflatten(1, right.shape[:2]).mT
+        return
     for row_matrices, J_1 in zip(A, J, strict=True):
         # J_1 v of every column's v: one product for all pairs of the row.
         images = rearrange(

@@ -18,13 +18,20 @@ from torch import Tensor
 from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.budget import (
     DEFAULT_OPTIONS,
+    MOST_PROMPTS,
+    Batch,
     Budget,
     JacobianOptions,
     MapSizes,
 )
 from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
-from tl_coupling.jacobians.jacobian_cache import Shelf
-from tl_coupling.jacobians.jacobians import MOST_SHARING, Computed, jacobians_of
+from tl_coupling.jacobians.jacobian_cache import Shelf, cache_of
+from tl_coupling.jacobians.jacobians import (
+    MOST_SHARING,
+    Computed,
+    jacobians_of,
+    jacobians_together_of,
+)
 from tl_coupling.jacobians.matrix_free import matrix_free
 from tl_coupling.jacobians.plan import plan
 from tl_coupling.progress import with_progress
@@ -39,8 +46,8 @@ from tl_coupling.spectra import (
     svd,
 )
 
-# Of a model that is read from disk, the most prompts that share one reading.
-MOST_PROMPTS = 32
+# Entries of the images of rows' Jacobians that are in memory at once (float32: 1 GiB).
+_MOST_IMAGES = 2**28
 
 
 class Request(NamedTuple):
@@ -128,14 +135,22 @@ class Decomposed:
         )
 
     def parts(self) -> Iterator["Part | ProductsPart"]:
-        """Yield the Jacobians, or their products, one at a time."""
-        for i in range(len(self)):
-            S = self.spectra.S[i : i + 1]
-            norms = self.frobenius_norms[i : i + 1]
+        """Yield the Jacobians, or their products, one at a time; several on a GPU."""
+        n = len(self)
+        n_together = 1
+        if self.products is None and self.spectra.S.device.type != "cpu":
+            # All columns' vectors go through each row's Jacobian.
+            n_images = n * self.k * self.spectra.U.shape[-2]
+            n_together = max(1, _MOST_IMAGES // n_images)
+        for start in range(0, n, n_together):
+            end = min(n, start + n_together)
+            S = self.spectra.S[start:end]
+            norms = self.frobenius_norms[start:end]
             if self.products is None:
-                yield Part(self.jacobian(i)[None], S, norms)
+                J = torch.stack([self.jacobian(i) for i in range(start, end)])
+                yield Part(J, S, norms)
             else:
-                yield ProductsPart(self.products[i : i + 1], S, norms)
+                yield ProductsPart(self.products[start:end], S, norms)
 
     def check_cut(self) -> None:
         """Warn where σ_k and σ_{k+1} are equal to rounding."""
@@ -287,7 +302,7 @@ def decompose_each(
         n_maps: how many maps are made of each prompt, which count for `max_memory`.
         function: as in `jacobians_of`.
     """
-    for group in sharing_a_reading(requests):
+    for group in taken_together(requests, options):
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
@@ -355,27 +370,40 @@ def _is_by_products(trace: Trace, k: int, options: JacobianOptions) -> bool:
     return options.method == "products"
 
 
-def sharing_a_reading(requests: Iterable[Request]) -> Iterator[list[Request]]:
-    """Yield requests in groups: several of one model that is read from disk, else one.
+def taken_together(
+    requests: Iterable[Request], options: JacobianOptions = DEFAULT_OPTIONS
+) -> Iterator[list[Request]]:
+    """Yield requests in groups: several of one model that is read from disk, or whose
+    Jacobians are computed together, else one.
 
-    One reading of the weights serves a group. It has as many prompts as have Jacobians
-    no larger than the weights that are read.
+    One reading of the weights serves a group that is read. It has as many prompts as
+    have Jacobians no larger than the weights that are read.
     """
     group: list[Request] = []
     for request in requests:
-        if group:
-            is_of_another_model = request.trace.model is not group[0].trace.model
-            if is_of_another_model or len(group) >= _n_sharing(request.trace):
-                yield group
-                group = []
+        if group and not _goes_with(request, group, options):
+            yield group
+            group = []
         group.append(request)
     if group:
         yield group
 
 
+def _goes_with(
+    request: Request, group: Sequence[Request], options: JacobianOptions
+) -> bool:
+    """Say whether a request is taken together with others."""
+    trace, connections = group[0]
+    if request.trace.model is not trace.model:
+        return False
+    if trace.is_streamed:
+        return len(group) < _n_sharing(trace)
+    batch = Batch.that_fits(trace, len(connections), options)
+    is_alike = request.trace.n_pos == trace.n_pos and request.connections == connections
+    return is_alike and len(group) < batch.n_prompts
+
+
 def _n_sharing(trace: Trace) -> int:
-    if not trace.is_streamed:
-        return 1
     weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
     # In float32, in which streamed models are linearised.
     jacobians = 4 * trace.n_layers * trace.d_model**2
@@ -399,18 +427,33 @@ def _computed_in_turns(
     if budget is not None:
         chunk_size = budget.chunk_size
         n_sharing = budget.n_sharing or MOST_SHARING
-    streams = [
-        jacobians_of(
-            request.trace,
-            request.connections,
+    trace, connections = requests[0]
+    batch = Batch.that_fits(trace, len(connections), options)
+    streams: list[Iterator[Computed]]
+    if not batch.is_one and function != "frozen" and _can_be_together(requests):
+        traces = [request.trace for request in requests]
+        together = jacobians_together_of(
+            traces,
+            connections,
+            batch.n_connections,
             chunk_size=chunk_size,
-            n_sharing=n_sharing,
             function=function,
         )
-        for request in requests
-    ]
-    device = _device(requests[0].trace)
-    turns = range(len(requests[0].connections))
+        # One gives those of all prompts in turns.
+        streams = [together] * len(requests)
+    else:
+        streams = [
+            jacobians_of(
+                request.trace,
+                request.connections,
+                chunk_size=chunk_size,
+                n_sharing=n_sharing,
+                function=function,
+            )
+            for request in requests
+        ]
+    device = _device(trace)
+    turns = range(len(connections))
     for turn in with_progress(turns, options.progress, "Jacobians"):
         for prompt, stream in enumerate(streams):
             computed = next(stream)
@@ -423,6 +466,18 @@ def _computed_in_turns(
             yield computed._replace(J=J)
             # Not kept while the next is computed.
             del computed, J
+
+
+def _can_be_together(requests: Sequence[Request]) -> bool:
+    """Say whether all prompts have the same connections, of one token to itself, and
+    nobody keeps their Jacobians.
+    """
+    _, connections = requests[0]
+    position = connections[0].output_position
+    return all(
+        request.connections == connections and cache_of(request.trace) is None
+        for request in requests
+    ) and all(c.input_position == c.output_position == position for c in connections)
 
 
 def _decomposed_by_products(
@@ -475,9 +530,14 @@ def _decomposed(
     trace = requests[0].trace
     if n_triplets is None:
         n_triplets = min(k + 1, trace.d_model)
-    results = parallel_map(
-        partial(_triplets, n_triplets), computed, _device(trace), budget.n_svds
-    )
+    results: list[_Triplets] = []
+    if _device(trace).type == "cpu":
+        results = parallel_map(
+            partial(_triplets, n_triplets), computed, _device(trace), budget.n_svds
+        )
+    else:
+        while some := list(islice(computed, budget.n_svds)):
+            results += _triplets_of_all(n_triplets, some)
     n_prompts = len(requests)
     decomposed: list[Decomposed] = []
     for prompt, request in enumerate(requests):
@@ -505,6 +565,17 @@ def _decomposed(
 def _triplets(n_triplets: int, computed: Computed) -> _Triplets:
     J = computed.J[None]
     return _Triplets(svd(J, n_triplets), torch.linalg.matrix_norm(J), computed.path)
+
+
+def _triplets_of_all(n_triplets: int, computed: Sequence[Computed]) -> list[_Triplets]:
+    """Return the same of several Jacobians, together."""
+    J = torch.stack([of_one.J for of_one in computed])
+    spectra = svd(J, n_triplets)
+    norms = torch.linalg.matrix_norm(J)
+    return [
+        _Triplets(spectra[i : i + 1], norms[i : i + 1], of_one.path)
+        for i, of_one in enumerate(computed)
+    ]
 
 
 def _take_from(

@@ -10,7 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
-from tl_coupling.blocks import BlockFunction, FrozenFunction, Path, Trace
+from tl_coupling.blocks import (
+    TOGETHER,
+    BlockFunction,
+    FrozenFunction,
+    Path,
+    Trace,
+    jacobians_together,
+)
 from tl_coupling.jacobians.connections import (
     AnyFunction,
     Connection,
@@ -189,6 +196,39 @@ def jacobians_of(
                     yield Computed(connection, J, path)
                 # Not kept while the next are computed.
                 del matrices, J
+
+
+def jacobians_together_of(
+    traces: Sequence[Trace],
+    connections: Sequence[Connection],
+    n_together: int,
+    *,
+    chunk_size: int | None = None,
+    function: Function = "branches",
+) -> Iterator[Computed]:
+    """Yield the Jacobian of each connection of every prompt, prompts in turns, computed
+    for `n_together` connections of all prompts at once.
+
+    Those that cannot be computed together are computed as by `jacobians_of`.
+
+    Args:
+        traces: prompts of one length, of one model.
+        connections: each from a token to itself, the same for all.
+        n_together: how many connections are computed together.
+        chunk_size, function: as in `block_jacobian`.
+    """
+    for start in range(0, len(connections), n_together):
+        some = connections[start : start + n_together]
+        blocks = [[trace.blocks[c.layer] for trace in traces] for c in some]
+        jacobians = jacobians_together(blocks, some[0].output_position)
+        for connection, of_prompts in zip(some, jacobians, strict=True):
+            for trace, J in zip(traces, of_prompts, strict=True):
+                if J is None:
+                    yield from jacobians_of(
+                        trace, [connection], chunk_size=chunk_size, function=function
+                    )
+                else:
+                    yield Computed(connection, J, TOGETHER)
 
 
 def measured(block: BlockFunction, function: AnyFunction) -> BlockFunction:

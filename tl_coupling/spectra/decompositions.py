@@ -99,14 +99,10 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     shapes = [(d_out, n), (n,), (n, d_in), (n,), ()]
     parts = _map_matrices(partial(_decompose, k=n), J, shapes)
     U, S, Vh, residuals, steps = parts
-    norms = [_norm(matrix) for matrix in J.detach().reshape(-1, d_out, d_in)]
-    norm = torch.stack(norms) if norms else J.new_empty(0, dtype=torch.float64)
     way = ""
     if _pays((d_out, d_in), n):
         way = _FILTER if _forms_square(rank, n) else _KRYLOV
-    return Spectrum(
-        U, S, Vh, residuals, steps.int(), norm.reshape(J.shape[:-2]), way=way
-    )
+    return Spectrum(U, S, Vh, residuals, steps.int(), _norm(J.detach()), way=way)
 
 
 @checked
@@ -121,7 +117,7 @@ def singular_values(
     """
     check_matrices(J)
     shapes = [(min(J.shape[-2:]),)]
-    (values,) = _map_matrices(lambda matrix: (torch.linalg.svdvals(matrix),), J, shapes)
+    (values,) = _map_matrices(lambda some: (torch.linalg.svdvals(some),), J, shapes)
     return values
 
 
@@ -203,12 +199,12 @@ def flops_of_svd(d: int, k: int) -> float:
 def _map_matrices(
     decompose: Callable[[Tensor], Parts], J: Tensor, shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
-    """Return the parts that `decompose` gives for each matrix, batched as J is.
+    """Return the parts that `decompose` gives for matrices, batched as J is.
 
-    On the CPU each matrix takes one core, else they come one by one.
+    On the CPU each matrix takes one core; elsewhere all go together.
 
     Args:
-        decompose: gives the parts of one matrix.
+        decompose: gives the parts of some matrices.
         J: the matrices.
         shapes: of each part of one matrix.
     """
@@ -216,25 +212,35 @@ def _map_matrices(
     n = len(matrices)
     parts = [J.new_empty(n, *shape) for shape in shapes]
 
-    def fill(i: int) -> None:
-        for part, part_of_one in zip(parts, decompose(matrices[i]), strict=True):
-            part[i] = part_of_one
+    def fill(start: int, end: int) -> None:
+        of_some = decompose(matrices[start:end])
+        for part, part_of_some in zip(parts, of_some, strict=True):
+            part[start:end] = part_of_some
 
-    if n < 2:
+    def fill_one(i: int) -> None:
+        fill(i, i + 1)
+
+    if n > 1 and J.device.type == "cpu":
+        parallel_map(fill_one, range(n), J.device, min(n, torch.get_num_threads()))
+    elif n:
         # One alone has all cores.
-        for i in range(n):
-            fill(i)
-    else:
-        parallel_map(fill, range(n), J.device, min(n, torch.get_num_threads()))
+        fill(0, n)
     return [part.reshape(J.shape[:-2] + part.shape[1:]) for part in parts]
 
 
-def _decompose(J: Float[Tensor, "d_out d_in"], k: int) -> Parts:
-    """Return the top k triplets of one matrix, by iteration where that pays."""
-    if _pays(J.shape, k):
+def _decompose(J: Float[Tensor, "n d_out d_in"], k: int) -> Parts:
+    """Return the top k triplets of some matrices, by iteration where that pays."""
+    parts: list[Parts | None] = [None] * len(J)
+    if _pays(J.shape[1:], k):
         parts = _iterate(J, k)
-        if parts is not None:
-            return parts
+    of_each = [
+        _decompose_fully(matrix, k) if part is None else part
+        for matrix, part in zip(J, parts, strict=True)
+    ]
+    return tuple(torch.stack(part) for part in zip(*of_each, strict=True))
+
+
+def _decompose_fully(J: Float[Tensor, "d_out d_in"], k: int) -> Parts:
     # An iteration ends without triplets where entries are not finite.
     check_matrices(J)
     U, S, Vh = torch.linalg.svd(J, full_matrices=False)
@@ -244,31 +250,33 @@ def _decompose(J: Float[Tensor, "d_out d_in"], k: int) -> Parts:
     return U, S, Vh, _residuals(J, U, S, Vh), S.new_zeros(())
 
 
-def _iterate(J: Float[Tensor, "d_out d_in"], k: int) -> Parts | None:
-    """Return the top k triplets of a matrix by iteration, on its shorter side.
+def _iterate(J: Float[Tensor, "n d_out d_in"], k: int) -> list[Parts | None]:
+    """Return the top k triplets of matrices by iteration, on their shorter side.
 
     None where a full SVD should be taken.
     """
-    d_out, d_in = J.shape
+    d_out, d_in = J.shape[1:]
     if d_out < d_in:
         transposed = _iterate(J.mT, k)
-        if transposed is None:
-            return None
-        U, S, Vh, residuals, steps = transposed
-        return Vh.mT, S, U.mT, residuals, steps
-    scale = J.abs().max().clamp_min(torch.finfo(J.dtype).tiny)
-    J = J / scale
+        return [
+            None if one is None else (one[2].mT, one[1], one[0].mT, *one[3:])
+            for one in transposed
+        ]
+    scale = J.abs().amax((-2, -1)).clamp_min(torch.finfo(J.dtype).tiny)
+    J = J / scale[:, None, None]
     square = J.mT @ J if _forms_square(d_in, k) else None
-    triplets = top_triplets(J, k, square)
-    if triplets is None:
-        return None
-    return (
-        triplets.U,
-        triplets.S * scale,
-        triplets.V.mT,
-        triplets.residuals,
-        torch.tensor(triplets.steps),
-    )
+    return [
+        None
+        if one is None
+        else (
+            one.U.to(J.dtype),
+            (one.S * scale[i]).to(J.dtype),
+            one.V.mT.to(J.dtype),
+            one.residuals.to(J.dtype),
+            scale.new_tensor(one.steps),
+        )
+        for i, one in enumerate(top_triplets(J, k, square))
+    ]
 
 
 def _pays(shape: Sequence[int], k: int) -> bool:
@@ -281,13 +289,13 @@ def _forms_square(width: int, k: int) -> bool:
     return width <= _FORM_SQUARE * block_width(k)
 
 
-def _norm(J: Float[Tensor, "d_out d_in"]) -> Float[Tensor, ""]:
-    """Return the Frobenius norm, summed in float64.
+def _norm(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch"]:
+    """Return Frobenius norms, summed in float64.
 
-    As a product: torch's own norm in another dtype takes three times as long.
+    As products: torch's own norm in another dtype takes three times as long.
     """
-    entries = J.double().flatten()
-    return entries.dot(entries).sqrt()
+    entries = J.double().flatten(-2)
+    return torch.linalg.vecdot(entries, entries).sqrt()
 
 
 def _residuals(

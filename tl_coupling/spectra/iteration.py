@@ -1,10 +1,9 @@
 """The top singular triplets of a matrix from its products with blocks of vectors."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,9 +35,8 @@ _NOISE = 8
 _MOST_COLUMNS = 8
 
 
-@dataclass(frozen=True)
-class Triplets:
-    """What the iteration found, in float64.
+class Triplets(NamedTuple):
+    """What the iteration found of one matrix, in float64.
 
     Residuals are shares of σ_1, steps are products with `JᵀJ`.
     """
@@ -48,6 +46,18 @@ class Triplets:
     V: Float[Tensor, "d_in k"]
     residuals: Float[Tensor, " k"]
     steps: int
+
+
+class _Spaces(NamedTuple):
+    """Of some matrices, by their places: steps, and spaces that hold the triplets."""
+
+    places: list[int]
+    steps: list[int]
+    spaces: Float[Tensor, "some d_in width"]
+
+
+# It yields spaces, and is told which matrices need no others.
+_Search = Generator[_Spaces, list[int], None]
 
 
 def block_width(k: int) -> int:
@@ -73,11 +83,11 @@ def width_of_products(k: int) -> int:
 
 
 def top_triplets(
-    J: Float[Tensor, "d_out d_in"],
+    J: Float[Tensor, "n d_out d_in"],
     k: int,
-    square: Float[Tensor, "d_in d_in"] | None = None,
-) -> Triplets | None:
-    """Return the k largest singular triplets of J.
+    square: Float[Tensor, "n d_in d_in"] | None = None,
+) -> list[Triplets | None]:
+    """Return the k largest singular triplets of each of some matrices.
 
     None where they are not reached for less than a full SVD. A space that holds them is
     found in J's own precision: by filtered subspace iteration where `JᵀJ` is at hand,
@@ -85,31 +95,52 @@ def top_triplets(
     parts close singular values, and its residuals decide; where they are too large the
     search goes on, once.
 
+    Matrices take their steps together, each with its own filters, and are read
+    together.
+
     Args:
         J: at least as high as wide, with entries of order 1 at most.
         k: how many triplets.
         square: `JᵀJ`, where products with it cost less.
     """
+    tolerance = TOLERANCE[J.dtype]
     if square is None:
-        spaces = _krylov_spaces(
-            J,
-            k,
-            krylov_width(k),
-            block_width(k),
-            J.shape[1] // 2,
-            TOLERANCE[J.dtype] / 2,
+        width = krylov_width(k)
+        largest = J.shape[-1] // 2
+        search = _krylov_spaces(
+            J, k, width, block_width(k), largest, tolerance / 2, len(J)
         )
     else:
-        spaces = _filtered_spaces(J, square, k)
-    exact = J.double()
-    for steps, space in itertools.islice(spaces, 2):
-        V = torch.linalg.qr(space.double()).Q
-        triplets, found_residual, largest_residual = _rayleigh_ritz(
-            exact, V, k, steps, TOLERANCE[J.dtype]
-        )
-        if triplets is None or found_residual <= largest_residual:
-            return triplets
-    return None
+        search = _filtered_spaces(J, square, k)
+    return _triplets_in(search, J, len(J), k, tolerance)
+
+
+def _triplets_in(
+    search: _Search, J: "Matrices", n: int, k: int, tolerance: float
+) -> list[Triplets | None]:
+    """Return the triplets of n matrices in the spaces that a search yields of each: the
+    first, or else the second.
+    """
+    results: list[Triplets | None] = [None] * n
+    n_tried = [0] * n
+    try:
+        found = next(search)
+        while True:
+            finished = []
+            V = torch.linalg.qr(found.spaces.double()).Q
+            some = _some(J, found.places, n)
+            if isinstance(some, Tensor):
+                some = some.double()
+            triplets = _rayleigh_ritz(some, V, k, found.steps, tolerance)
+            for place, (of_one, is_right) in zip(found.places, triplets, strict=True):
+                n_tried[place] += 1
+                if is_right:
+                    results[place] = of_one
+                if is_right or of_one is None or n_tried[place] == 2:
+                    finished.append(place)
+            found = search.send(finished)
+    except StopIteration:
+        return results
 
 
 def products_of_triplets(k: int) -> int:
@@ -121,113 +152,162 @@ def products_of_triplets(k: int) -> int:
     return 2 * _TYPICAL_STEPS * width + width + k
 
 
-def _random_block(J: "Matrix", width: int) -> Float[Tensor, "d_in width"]:
+def _random_block(J: "Matrices", width: int) -> Float[Tensor, "n d_in width"]:
     """Return `Jᵀ` of random vectors: a share of every direction.
 
     The vectors are the same for all matrices of a shape, whatever was drawn.
     """
     generator = torch.Generator().manual_seed(0)
-    random = torch.randn(J.shape[0], width, generator=generator, dtype=J.dtype)
-    return J.mT @ random.to(J.device)
+    random = torch.randn(J.shape[-2], width, generator=generator, dtype=J.dtype)
+    return J.mT @ random.to(J.device)[None]
 
 
 def _krylov_spaces(
-    J: "Matrix",
+    J: "Matrices",
     k: int,
     width: int,
     n_ritz_vectors: int,
     largest: int,
     tolerance: float,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield steps and Ritz vectors of a block Krylov space of `JᵀJ`.
+    n: int,
+) -> _Search:
+    """Yield steps and Ritz vectors of block Krylov spaces of `JᵀJ`.
 
     Once k of them have converged, and again after that. The right half of Golub and
     Kahan's bidiagonalisation with blocks (Golub, Luk and Overton 1981), which is
     Lanczos' method for `JᵀJ`; every block is orthogonalised twice against all before.
 
     Args:
-        J: the matrix.
+        J: the matrices.
         k: how many triplets must converge.
         width: vectors of a block.
         n_ritz_vectors: how many Ritz vectors are yielded.
-        largest: dimensions at which the space ends.
+        largest: dimensions at which a space ends.
         tolerance: below which residuals must fall.
+        n: how many matrices there are.
     """
+    places = list(range(n))
     block = torch.linalg.qr(_random_block(J, width)).Q
-    basis = block[:, :0]
+    basis = block[..., :0]
     # `JᵀJ` in this basis; block tridiagonal but for rounding.
-    T = block[:0, :0]
+    T = block[:, :0, :0]
     steps = 0
     next_check = 2
-    while (steps + 1) * width <= largest:
-        basis = torch.cat([basis, block], 1)
+    while places and (steps + 1) * width <= largest:
+        basis = torch.cat([basis, block], -1)
         steps += 1
         images = J.mT @ (J @ block)
         column = basis.mT @ images
-        T = torch.cat([torch.cat([T, column[:-width]], 1), column.mT])
+        T = torch.cat([torch.cat([T, column[:, :-width]], -1), column.mT], -2)
         block, R = torch.linalg.qr(images - basis @ column)
         block = torch.linalg.qr(block - basis @ (basis.mT @ block)).Q
         if steps < next_check:
             continue
         squares, ritz_vectors = _descending_eigh(T)
-        residuals = torch.linalg.vector_norm(R @ ritz_vectors[-width:, :k], dim=0)
-        errors = residuals / squares[:k].sqrt() / squares[0].sqrt()
-        least_square, error = _read(squares[k - 1], errors.max())
-        # A zero J, or an overflow.
-        if not least_square > 0:
-            return
-        if error <= tolerance:
-            yield steps, basis @ ritz_vectors[:, :n_ritz_vectors]
-            next_check = steps + 1
-        else:
-            next_check = steps + max(1, int(math.log(error / tolerance) / _FASTEST))
+        residuals = torch.linalg.vector_norm(R @ ritz_vectors[:, -width:, :k], dim=-2)
+        errors = residuals / squares[:, :k].sqrt() / squares[:, :1].sqrt()
+        # One reading for all that is decided.
+        numbers = torch.stack([squares[:, k - 1], errors.amax(-1)], -1).tolist()
+        # Others are of a zero J, or of an overflow.
+        kept = [i for i, (least_square, _) in enumerate(numbers) if least_square > 0]
+        converged = [i for i in kept if numbers[i][1] <= tolerance]
+        waits = {i: 1 for i in converged}
+        for i in set(kept) - set(converged):
+            fall = math.log(numbers[i][1] / tolerance)
+            waits[i] = max(1, int(fall / _FASTEST))
+        if converged:
+            spaces = basis @ ritz_vectors[..., :n_ritz_vectors]
+            finished = yield _Spaces(
+                [places[i] for i in converged],
+                [steps] * len(converged),
+                spaces[converged],
+            )
+            kept = [i for i in kept if places[i] not in finished]
+        next_check = steps + min((waits[i] for i in kept), default=0)
+        if len(kept) < len(places):
+            J, block, basis, T = (
+                _some(part, kept, len(places)) for part in (J, block, basis, T)
+            )
+            places = [places[i] for i in kept]
 
 
 def _filtered_spaces(
-    J: Float[Tensor, "d_out d_in"], square: Float[Tensor, "d_in d_in"], k: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield steps and a block that holds the k triplets by its own estimates.
+    J: Float[Tensor, "n d_out d_in"], square: Float[Tensor, "n d_in d_in"], k: int
+) -> _Search:
+    """Yield steps and blocks that hold the k triplets by their own estimates.
 
-    By Chebyshev-filtered subspace iteration: the block goes through polynomials of
-    `JᵀJ` that are small below the wanted singular values and large above, then through
-    a Rayleigh–Ritz step, which says where the next filter ends and how high its degree
-    must be (Zhou, Saad, Tiago and Chelikowsky 2006). Ends where steps get too many or
-    the residuals no longer fall.
+    By Chebyshev-filtered subspace iteration: a block goes through polynomials of `JᵀJ`
+    that are small below the wanted singular values and large above, then through a
+    Rayleigh–Ritz step, which says where the next filter ends and how high its degree
+    must be (Zhou, Saad, Tiago and Chelikowsky 2006). A matrix is left where steps get
+    too many or the residuals no longer fall.
     """
     width = block_width(k)
     tolerance = TOLERANCE[J.dtype]
     block = square @ _random_block(J, width)
-    steps = 1
-    previous_error = math.inf
     # Early Ritz values are too small: one from the middle of the surplus is nearer to
     # the end of the block's spectrum.
-    edge = (k + width) // 2
-    while True:
+    states = [_FilterState(place, (k + width) // 2) for place in range(len(J))]
+    while states:
         V = torch.linalg.qr(block).Q
         images = square @ V
         squares, ritz_vectors = _descending_eigh(V.mT @ images)
         V = V @ ritz_vectors
         images = images @ ritz_vectors
         residuals = torch.linalg.vector_norm(
-            torch.addcmul(images, V, squares, value=-1), dim=0
+            torch.addcmul(images, V, squares[:, None], value=-1), dim=-2
         )
-        # One reading for all that is decided of the next filter.
-        numbers = torch.cat([squares, residuals[:k]]).cpu().double().numpy()
-        # A zero J, or an overflow.
-        if not numbers[0] > 0:
-            return
+        # One reading for all that is decided of the next filters.
+        numbers = torch.cat([squares, residuals[:, :k]], -1).cpu().double().numpy()
         eps = torch.finfo(squares.dtype).eps
-        following = _next_filter(numbers[:width], numbers[width:], edge, tolerance, eps)
-        steps += following.degree
-        is_too_long = steps * width > _MOST_COLUMNS * J.shape[1]
-        falls_no_more = following.error > max(previous_error / 2, _NOISE * tolerance)
-        if is_too_long or falls_no_more:
+        filters = {}
+        for i, state in enumerate(states):
+            # Others are of a zero J, or of an overflow.
+            if numbers[i, 0] > 0:
+                following = _next_filter(
+                    numbers[i, :width], numbers[i, width:], state.edge, tolerance, eps
+                )
+                state.steps += following.degree
+                is_too_long = state.steps * width > _MOST_COLUMNS * J.shape[-1]
+                largest_error = max(state.error / 2, _NOISE * tolerance)
+                if not is_too_long and following.error <= largest_error:
+                    filters[i] = following
+        states = [states[i] for i in filters]
+        if not states:
             return
-        block = _apply_filter(square, V, images, following.cut, following.degree)
-        if following.is_last and edge == width - 1:
-            yield steps, block
-        edge = width - 1
-        previous_error = following.error
+        square, V, images = (
+            _some(part, list(filters), len(numbers)) for part in (square, V, images)
+        )
+        block = _apply_filters(square, V, images, list(filters.values()))
+        last = []
+        for i, (state, following) in enumerate(
+            zip(states, filters.values(), strict=True)
+        ):
+            if following.is_last and state.edge == width - 1:
+                last.append(i)
+            state.edge = width - 1
+            state.error = following.error
+        if last:
+            finished = yield _Spaces(
+                [states[i].place for i in last],
+                [states[i].steps for i in last],
+                _some(block, last, len(states)),
+            )
+            kept = [i for i, state in enumerate(states) if state.place not in finished]
+            square, block = (_some(part, kept, len(states)) for part in (square, block))
+            states = [states[i] for i in kept]
+
+
+@dataclass
+class _FilterState:
+    """How far the filters of one matrix are: at which Ritz value the next one ends,
+    steps, and the last error.
+    """
+
+    place: int
+    edge: int
+    steps: int = 1
+    error: float = math.inf
 
 
 class _Filter(NamedTuple):
@@ -274,62 +354,73 @@ def _next_filter(
     return _Filter(error, float(squares[edge]), degree, degree >= needed)
 
 
-def _apply_filter(
-    square: Float[Tensor, "d_in d_in"],
-    V: Float[Tensor, "d_in width"],
-    images: Float[Tensor, "d_in width"],
-    cut: float,
-    degree: int,
-) -> Float[Tensor, "d_in width"]:
-    """Return the Chebyshev polynomial of `JᵀJ` that is at most 1 on [0, cut], times V.
+def _apply_filters(
+    square: Float[Tensor, "n d_in d_in"],
+    V: Float[Tensor, "n d_in width"],
+    images: Float[Tensor, "n d_in width"],
+    filters: Sequence[_Filter],
+) -> Float[Tensor, "n d_in width"]:
+    """Return Chebyshev polynomials of `JᵀJ` that are at most 1 on [0, cut], times V.
 
     `images` are `JᵀJ V`.
     """
+    cuts = torch.tensor([[[one.cut]] for one in filters], dtype=V.dtype).to(V.device)
+    degrees = [one.degree for one in filters]
     previous = V
-    block = torch.add(-V, images, alpha=2 / cut)
+    block = torch.addcmul(-V, images, 2 / cuts)
+    result = block
     # Twice `JᵀJ` with [0, cut] mapped to [−1, 1]: a step is one product.
-    twice_mapped = square * (4 / cut)
-    twice_mapped.diagonal().sub_(2)
-    for _ in range(degree - 1):
-        following = torch.addmm(previous, twice_mapped, block, beta=-1)
+    twice_mapped = square * (4 / cuts)
+    twice_mapped.diagonal(dim1=-2, dim2=-1).sub_(2)
+    reached = torch.tensor(degrees, device=V.device)[:, None, None]
+    for degree in range(2, max(degrees) + 1):
+        following = torch.baddbmm(previous, twice_mapped, block, beta=-1)
         previous = block
         block = following
-    return block
+        is_for_all = degree <= min(degrees)
+        result = block if is_for_all else torch.where(reached < degree, result, block)
+    return result
 
 
 def _rayleigh_ritz(
-    J: "Matrix",
-    V: Float[Tensor, "d_in width"],
+    J: "Matrices",
+    V: Float[Tensor, "n d_in width"],
     k: int,
-    steps: int,
+    steps: Sequence[int],
     tolerance: float,
-) -> tuple[Triplets | None, float, float]:
-    """Return the k largest triplets of J restricted to the columns of V.
+) -> list[tuple[Triplets | None, bool]]:
+    """Return the k largest triplets of each J restricted to the columns of V, and
+    whether its residuals are small enough.
 
-    And the largest residual that they have, and that they may have. `J v = σ u` holds
-    by construction; residuals are those of `Jᵀu = σ v`. They must be small beside the
-    gap between σ_k and the end of the block too: with as many close singular values as
-    the block is wide, a wrong triplet has a small residual.
+    `J v = σ u` holds by construction; residuals are those of `Jᵀu = σ v`. They must be
+    small beside the gap between σ_k and the end of the block too: with as many close
+    singular values as the block is wide, a wrong triplet has a small residual.
     """
     images = J @ V
     squares, ritz_vectors = _descending_eigh(images.mT @ images)
     values = squares.clamp_min(0).sqrt()
-    S = values[:k]
-    V = V @ ritz_vectors[:, :k]
-    U = images @ ritz_vectors[:, :k] / S
-    residuals = torch.linalg.vector_norm(J.mT @ U - V * S, dim=0) / S[0]
+    S = values[:, :k]
+    V = V @ ritz_vectors[..., :k]
+    U = images @ ritz_vectors[..., :k] / S[:, None]
+    residuals = torch.linalg.vector_norm(J.mT @ U - V * S[:, None], dim=-2) / S[:, :1]
     # One reading for all that is decided.
-    numbers = torch.cat([values, residuals]).cpu().numpy()
-    largest = numbers[0]
+    numbers = torch.cat([values, residuals], -1).cpu().numpy()
     # Below that, left vectors from squares are not orthonormal to a tenth of the
     # tolerance.
     least_share = torch.finfo(V.dtype).eps / (0.1 * tolerance)
-    if not numbers[k - 1] ** 2 > least_share * largest**2:
-        return None, math.inf, 0.0
-    gap = float(numbers[k - 1] - numbers[len(values) - 1]) / largest
-    found = float(numbers[len(values) :].max())
-    largest_residual = min(tolerance, max(tolerance / 4, gap / 10))
-    return Triplets(U, S, V, residuals, steps), found, largest_residual
+    n_values = values.shape[-1]
+    results: list[tuple[Triplets | None, bool]] = []
+    for i, of_one in enumerate(numbers):
+        largest = of_one[0]
+        if not of_one[k - 1] ** 2 > least_share * largest**2:
+            results.append((None, False))
+            continue
+        gap = float(of_one[k - 1] - of_one[n_values - 1]) / largest
+        largest_residual = min(tolerance, max(tolerance / 4, gap / 10))
+        is_right = float(of_one[n_values:].max()) <= largest_residual
+        triplets = Triplets(U[i], S[i], V[i], residuals[i], steps[i])
+        results.append((triplets, is_right))
+    return results
 
 
 @dataclass(frozen=True)
@@ -349,6 +440,9 @@ class Products:
     device: torch.device
 
     def __matmul__(self, V: Tensor) -> Tensor:
+        if V.ndim == 3:
+            # Of one matrix, as those of a stack.
+            return (self @ V[0])[None]
         return self.multiply(V.to(self.dtype)).to(V.dtype)
 
     def __rmatmul__(self, X: Tensor) -> Tensor:
@@ -367,6 +461,8 @@ class Products:
 
 
 Matrix = Tensor | Products
+# A stack of matrices, or one that is known by its products.
+Matrices = Tensor | Products
 
 
 def triplets_of_products(J: Products, k: int, tolerance: float) -> Triplets | None:
@@ -377,19 +473,16 @@ def triplets_of_products(J: Products, k: int, tolerance: float) -> Triplets | No
     would take as many products. None where residuals do not fall to the tolerance.
     """
     width = width_of_products(k)
-    spaces = _krylov_spaces(J, k, width, width, J.shape[1], tolerance / 2)
-    for steps, space in itertools.islice(spaces, 2):
-        V = torch.linalg.qr(space.double()).Q
-        triplets, found, largest = _rayleigh_ritz(J, V, k, steps, tolerance)
-        if triplets is None or found <= largest:
-            return triplets
-    return None
+    search = _krylov_spaces(J, k, width, width, J.shape[1], tolerance / 2, 1)
+    (triplets,) = _triplets_in(search, J, 1, k, tolerance)
+    return triplets
 
 
-def _read(*numbers: Tensor) -> list[float]:
-    """Return what several tensors hold: one reading, for which a device waits once."""
-    read: list[float] = torch.stack(numbers).tolist()
-    return read
+def _some(part: Any, places: Sequence[int], n: int) -> Any:
+    """Return some of n matrices; all as they are."""
+    if isinstance(part, Products) or len(places) == n:
+        return part
+    return part[list(places)]
 
 
 def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
@@ -398,6 +491,7 @@ def _descending_eigh(T: Tensor) -> tuple[Tensor, Tensor]:
     Of zeros where it is not finite.
     """
     # Decided where T lies: nothing waits for it.
-    finite = torch.where(T.norm() < torch.inf, T, 0)
+    norm = torch.linalg.matrix_norm(T, keepdim=True)
+    finite = torch.where(norm < torch.inf, T, 0)
     squares, vectors = eigh(finite)
     return squares.flip(-1), vectors.flip(-1)

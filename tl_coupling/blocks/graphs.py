@@ -1,0 +1,125 @@
+"""The operations of a call as they ran, to be repeated with other tensors.
+
+Blocks of one kind differ in their weights alone, and prompts of one length in their
+streams: what ran for one of them is computed for all of them together, each operation
+once (`batches`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.records import (
+    Operation,
+    Record,
+    has_no_slope,
+    replaced_values,
+    sequence_of,
+)
+from tl_coupling.blocks.stairs import tensors_in
+
+aten = torch.ops.aten
+# What they give depends on the numbers that they get, beside its entries.
+_UNREPEATABLE = {
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.nondeterministic_seeded,
+}
+# Of a batch in any layout in memory.
+_RESHAPED = {aten.view.default, aten._unsafe_view.default}
+
+
+class Graph:
+    """The operations of one call of a function of tensors, in order.
+
+    Attributes:
+        operations: all that ran.
+        inputs: what the function was called on.
+        outputs: what it returned.
+        leaves: the tensors that no operation gave (inputs, weights, arguments), in the
+            order in which they are met.
+        signature: equal for calls that differ in the entries of their leaves alone.
+
+    Raises:
+        BlockError: the function reads a value as a number, draws at random, or stops
+            gradients of its inputs.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        with Record(inputs, notes_all=True) as record:
+            self.outputs = function(*inputs, record)
+        self.operations = record.operations
+        self.inputs = inputs
+        self.leaves: list[Tensor] = []
+        # Of each tensor: where it comes from.
+        self._sources: dict[int, object] = {}
+        self._dependent = set(map(id, inputs))
+        steps = [self._described(operation) for operation in self.operations]
+        self.signature = (steps, [self._source(output) for output in self.outputs])
+
+    def repeated(
+        self, replaced: Mapping[int, Tensor]
+    ) -> tuple[list[Operation], list[Tensor]]:
+        """Return the operations, and the outputs, with other tensors in the place of
+        leaves of these ids.
+        """
+        values = dict(replaced)
+        operations = []
+        for operation in self.operations:
+            args = tuple(replaced_values(operation.args, values))
+            kwargs = dict(
+                zip(
+                    operation.kwargs,
+                    replaced_values(list(operation.kwargs.values()), values),
+                    strict=True,
+                )
+            )
+            function = operation.function
+            if function in _RESHAPED:
+                function = aten.reshape.default
+            outputs = sequence_of(function(*args, **kwargs))
+            pairs = zip(tensors_in(operation.outputs), tensors_in(outputs), strict=True)
+            values |= {id(old): new for old, new in pairs}
+            operations.append(
+                Operation(function, args, kwargs, outputs, operation.hides)
+            )
+        return operations, [values[id(output)] for output in self.outputs]
+
+    def _described(self, operation: Operation) -> object:
+        """Return what an operation is, but for the entries of tensors."""
+        function, args, kwargs, outputs, hides = operation
+        arguments = [*args, *kwargs.values()]
+        if _UNREPEATABLE & set(function.tags):
+            raise BlockError(f"`{operation.name}` is not the same for other numbers")
+        described = self._structure(arguments)
+        if any(id(tensor) in self._dependent for tensor in tensors_in(arguments)):
+            if not hides and (operation.name == "detach" or has_no_slope(operation)):
+                raise BlockError(f"`{operation.name}` stops the stream's gradient")
+            self._dependent.update(map(id, tensors_in(outputs)))
+        place = len(self._sources)
+        for i, output in enumerate(tensors_in(outputs)):
+            self._sources[id(output)] = (place, i)
+        return function, described, tuple(kwargs), hides
+
+    def _structure(self, value: Any) -> object:
+        """Return arguments with the sources of tensors in their place."""
+        if isinstance(value, Tensor):
+            return self._source(value)
+        if isinstance(value, list | tuple):
+            return [self._structure(entry) for entry in value]
+        return value
+
+    def _source(self, tensor: Tensor) -> object:
+        """Return where a tensor comes from; one that nothing gave is a new leaf."""
+        if id(tensor) not in self._sources:
+            kind = (tensor.shape, tensor.dtype, tensor.device)
+            self._sources[id(tensor)] = (len(self.leaves), kind)
+            self.leaves.append(tensor)
+        return self._sources[id(tensor)]
