@@ -34,7 +34,7 @@ from tl_coupling.jacobians.budget import (
     format_bytes,
     n_bytes,
 )
-from tl_coupling.jacobians.decomposed import sharing_a_reading
+from tl_coupling.jacobians.decomposed import taken_together
 from tl_coupling.jacobians.jacobian_cache import Shelf
 from tl_coupling.studies.surveys import Settings, measure_prompts
 from tl_coupling.studies.surveys.units import Folder, Unit
@@ -266,13 +266,13 @@ def test_prompts_share_a_sweep(
     monkeypatch.setattr(decomposed, "MOST_PROMPTS", 2)
     assert [
         len(group)
-        for group in sharing_a_reading(
+        for group in taken_together(
             Request(tlc.trace(streamed, prompt), []) for prompt in prompts
         )
     ] == [2, 1]
     assert [
         len(group)
-        for group in sharing_a_reading(
+        for group in taken_together(
             Request(tlc.trace(resident, prompt), []) for prompt in prompts
         )
     ] == [1, 1, 1]

@@ -243,9 +243,9 @@ def test_matrices_that_go_together_have_what_each_has_alone(way):
     assert steps.tolist() == [float(one[4]) for one in alone]
     assert len(set(steps.tolist())) > 2
     assert steps[-1] == 0
-    for i, matrix in enumerate(matrices):
+    for i, of_one in enumerate(matrices):
         spectrum = Spectrum(U[i], S[i], Vh[i], residuals[i], steps[i].int())
-        assert_top(matrix.double().numpy(), spectrum)
+        assert_top(of_one.double().numpy(), spectrum)
 
 
 def test_neither_the_global_generator_nor_the_batch_matters(way):

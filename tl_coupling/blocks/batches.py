@@ -71,14 +71,27 @@ def jacobians_together(blocks: Grid, t: int) -> Jacobians:
         try:
             with rows[0][0].evaluation():
                 jacobians = _Together(rows, graphs, t).jacobians()
+        except BlockError:
+            continue
         except Exception as error:
-            # A foreign block may raise anything under vmap; what it is, one alone says.
+            # A foreign block may raise anything under vmap.
             if is_out_of_memory(error):
                 raise
+            _remark_on_failure(rows[0][0], error)
             continue
         for layer, of_layer in zip(layers, jacobians, strict=True):
             results[layer] = of_layer
     return results
+
+
+def _remark_on_failure(block: BlockFunction, error: Exception) -> None:
+    kind = type(error).__name__
+    message = " ".join(str(error).split())[:200]
+    block.remarks.add(
+        f"together: {kind}",
+        f"blocks like that of layer {block.layer} could not be computed together "
+        f"({kind}: {message}), so each was computed alone",
+    )
 
 
 def _kinds(blocks: Grid) -> Iterator[tuple[list[int], list[Graph]]]:
@@ -220,7 +233,10 @@ class _Together:
         assert self.far_out is not None
         is_right = self._is_traced(found) & is_slope.reshape(self.X.shape[:2])
         for is_apart in (True, False):
-            y, J = self._recorded(found, is_apart)
+            try:
+                y, J = self._recorded(found, is_apart)
+            except BlockError:
+                continue
             agrees = is_right & self._agrees(found, y, J)
             # One reading for all.
             numbers = torch.cat([agrees[..., None], self.far_out], -1).tolist()

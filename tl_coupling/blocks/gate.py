@@ -655,7 +655,7 @@ def is_same_product(
     product: Float[Tensor, "*batch d_model"],
     expected: Float[Tensor, "*batch d_model"],
     all_rows: Float[Tensor, "..."],
-    u: Float[Tensor, "*batch d_model"],
+    u: Float[Tensor, "... d_model"],
 ) -> Bool[Tensor, "*batch"]:
     """Say where a way gives `uᵀ J` of the full sequence.
 

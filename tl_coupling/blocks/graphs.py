@@ -16,6 +16,8 @@ from tl_coupling.blocks.records import (
     Operation,
     Record,
     has_no_slope,
+    has_slope,
+    makes_constants,
     replaced_values,
     sequence_of,
 )
@@ -39,8 +41,8 @@ class Graph:
         operations: all that ran.
         inputs: what the function was called on.
         outputs: what it returned.
-        leaves: the tensors that no operation gave (inputs, weights, arguments), in the
-            order in which they are met.
+        leaves: the tensors that no operation gave: the inputs, and weights and
+            arguments in the order in which they are met.
         signature: equal for calls that differ in the entries of their leaves alone.
 
     Raises:
@@ -61,6 +63,8 @@ class Graph:
         # Of each tensor: where it comes from.
         self._sources: dict[int, object] = {}
         self._dependent = set(map(id, inputs))
+        for x in inputs:
+            self._source(x)
         steps = [self._described(operation) for operation in self.operations]
         self.signature = (steps, [self._source(output) for output in self.outputs])
 
@@ -102,7 +106,9 @@ class Graph:
         if any(id(tensor) in self._dependent for tensor in tensors_in(arguments)):
             if not hides and (operation.name == "detach" or has_no_slope(operation)):
                 raise BlockError(f"`{operation.name}` stops the stream's gradient")
-            self._dependent.update(map(id, tensors_in(outputs)))
+            if not makes_constants(operation.name):
+                followed = filter(has_slope, tensors_in(outputs))
+                self._dependent.update(map(id, followed))
         place = len(self._sources)
         for i, output in enumerate(tensors_in(outputs)):
             self._sources[id(output)] = (place, i)

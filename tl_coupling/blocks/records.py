@@ -107,7 +107,10 @@ class Record(TorchDispatchMode):
     ) -> Any:
         """Call an operation, and note it."""
         kwargs = kwargs or {}
-        is_noted = self.notes_all or self._depends([*args, *kwargs.values()])
+        # What it gives is new, whoever else notes everything.
+        is_new = func is aten.lift_fresh.default
+        is_noted = self.notes_all and not is_new
+        is_noted = is_noted or self._depends([*args, *kwargs.values()])
         if self._is_paused or not is_noted:
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and (
@@ -321,11 +324,11 @@ class _Pushforward:
         """Give an operation's outputs their tangents."""
         inputs = self._inputs(operation)
         name = operation.name
-        if not inputs or operation.hides or _makes_constants(name):
+        if not inputs or operation.hides or makes_constants(name):
             return
         if has_no_slope(operation):
             raise BlockError(f"the block calls `{name}`, which has no slope")
-        if not any(map(_has_slope, tensors_in(operation.outputs))):
+        if not any(map(has_slope, tensors_in(operation.outputs))):
             return
         rule = _RULES.get(name)
         if rule is not None and rule(self, operation):
@@ -746,7 +749,7 @@ class _Pushforward:
         outputs = [
             (place, output)
             for place, output in enumerate(operation.outputs)
-            if isinstance(output, Tensor) and _has_slope(output)
+            if isinstance(output, Tensor) and has_slope(output)
         ]
 
         def function(*values: Tensor) -> tuple[Tensor, ...]:
@@ -829,17 +832,18 @@ def has_no_slope(operation: Operation) -> bool:
     if operation.name in _ROUNDS | _QUANTIZES:
         return True
     outputs = list(tensors_in(operation.outputs))
-    is_whole = not any(map(_has_slope, outputs))
+    is_whole = not any(map(has_slope, outputs))
     is_counted = any(output.dtype != torch.bool for output in outputs)
     return operation.name == "_to_copy" and is_whole and is_counted
 
 
-def _makes_constants(name: str) -> bool:
+def makes_constants(name: str) -> bool:
     """Say whether an operation takes nothing but a shape from what it gets."""
     return name in ("fill", "zero") or name.startswith("new_") or name.endswith("_like")
 
 
-def _has_slope(value: Tensor) -> bool:
+def has_slope(value: Tensor) -> bool:
+    """Say whether the entries of a tensor can be differentiated."""
     return value.is_floating_point() or value.is_complex()
 
 

@@ -316,13 +316,13 @@ class Batch(NamedTuple):
         of_block = 2 * itemsize * sum(p.numel() for p in block.parameters())
         width = max(4 * d, _widest(block))
         of_jacobian = itemsize * d * (_OF_SVD * d + _OF_BATCH * width)
-        n_that_fit = memory // (of_block + of_jacobian)
+        n_that_fit = memory / (of_block + of_jacobian)
         n_blocks = int(max(1, min(n_connections, n_that_fit)))
         if n_blocks < n_connections:
             return cls(n_blocks)
         left = memory - n_blocks * of_block
-        n_prompts = int(left // (n_blocks * of_jacobian))
-        return cls(n_blocks, max(1, min(MOST_PROMPTS, n_prompts)))
+        n_prompts = left / (n_blocks * of_jacobian)
+        return cls(n_blocks, int(max(1, min(MOST_PROMPTS, n_prompts))))
 
 
 def _widest(block: nn.Module) -> int:
