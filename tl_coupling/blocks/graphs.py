@@ -6,10 +6,12 @@ once (`batches`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.records import (
@@ -32,6 +34,11 @@ _UNREPEATABLE = {
 }
 # Of a batch in any layout in memory.
 _RESHAPED = {aten.view.default, aten._unsafe_view.default}
+
+
+@cache
+def _is_repeatable(function: OpOverload) -> bool:
+    return not _UNREPEATABLE & set(function.tags)
 
 
 class Graph:
@@ -100,7 +107,7 @@ class Graph:
         """Return what an operation is, but for the entries of tensors."""
         function, args, kwargs, outputs, hides = operation
         arguments = [*args, *kwargs.values()]
-        if _UNREPEATABLE & set(function.tags):
+        if not _is_repeatable(function):
             raise BlockError(f"`{operation.name}` is not the same for other numbers")
         described = self._structure(arguments)
         if any(id(tensor) in self._dependent for tensor in tensors_in(arguments)):

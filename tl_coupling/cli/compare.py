@@ -14,6 +14,7 @@ from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import (
     OUT,
     OWN_POSITION,
+    Batch,
     Comparing,
     Method,
     OneModel,
@@ -57,6 +58,7 @@ def compare(
         ),
     ] = None,
     method: Method = "jacobians",
+    batch: Batch = None,
     out: Out = OUT,
 ) -> None:
     """Compare the coupling of two models, revisions or prompt sets.
@@ -85,7 +87,11 @@ def compare(
         measured = []
         for side in (first, second):
             measure = partial(
-                side.maps, comparing=comparing, position=position, method=method
+                side.maps,
+                comparing=comparing,
+                position=position,
+                method=method,
+                batch=batch,
             )
             measured.append(work.measured_as(side.role, side.setup, measure))
         a, b = measured
@@ -138,6 +144,7 @@ class _Measured:
         comparing: Comparing,
         position: int | None,
         method: AnyMethod,
+        batch: int | None,
     ) -> list[CouplingMap]:
         """Return the map of each prompt."""
         return [
@@ -147,6 +154,7 @@ class _Measured:
                 own_position(prompt, position),
                 comparing.orientation,
                 method=method,
+                batch=batch,
                 progress=partial(run.bar, "layers"),
             )
             for prompt in run.bar("prompts", self.prompts)

@@ -109,6 +109,7 @@ def depth(
             "--without": changing.without is not None,
             "--metric": changing.metric is not None,
             "--method": changing.method != "jacobians",
+            "--batch": changing.batch is not None,
             "--untrained": untrained,
             "--save-maps": save_maps,
             "--all-measures": choosing.all_measures,
@@ -329,6 +330,7 @@ class DepthMeasurement:
             without=self.changing.without,
             metric=metric,
             method=self.changing.method,
+            batch=self.changing.batch,
             progress=partial(run.bar, "layers"),
         )
         return list(maps.values())

@@ -32,6 +32,14 @@ Position = Annotated[
 ]
 # What help says of a position that is chosen by the kind of prompt.
 OWN_POSITION = "[the last; of an image the class token, 0]"
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="How many Jacobians are computed by one call. [what fits on a GPU; one on "
+        "a CPU]",
+    ),
+]
 Method = Annotated[
     AnyMethod,
     typer.Option(
@@ -240,6 +248,7 @@ class Changing:
         ),
     ] = None
     method: Method = "jacobians"
+    batch: Batch = None
 
 
 @dataclass(frozen=True)
@@ -328,6 +337,7 @@ class Sweep(Measuring, Changing, Setup, Choosing):
             without=self.without,
             metric=self.metric,
             method=self.method,
+            batch=self.batch,
             dynamics=self.dynamics,
             carriers=self.carriers,
         )

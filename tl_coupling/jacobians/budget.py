@@ -306,7 +306,7 @@ class Batch(NamedTuple):
         device = trace.blocks[0].X.device
         if device.type == "cpu":
             return cls()
-        memory = _SHARE * _free_memory(device)
+        memory: float = _SHARE * _free_memory(device)
         if options.max_memory is not None:
             memory = n_bytes(options.max_memory)
         d = trace.d_model

@@ -136,6 +136,7 @@ def _measure_prompt(
         without=settings.without,
         metric=metric,
         method=settings.method,
+        batch=settings.batch,
         # `iter` shows no bar: there is one for the prompts.
         progress=iter,
     )

@@ -61,6 +61,7 @@ class Settings:
             each model's own stream.
         method: as in `depth_coupling`: `"products"` forms no Jacobian for it, `"auto"`
             none where that takes less.
+        batch: as in `depth_coupling`, of one prompt's blocks.
 
     Raises:
         ValueError: no k, orientation or measure, or one twice; `method="products"`
@@ -89,6 +90,7 @@ class Settings:
     without: Without | None = None
     metric: Literal["stream"] | None = None
     method: AnyMethod = "jacobians"
+    batch: Count | None = None
 
     def __post_init__(self) -> None:
         if not _are_different(self.k):
@@ -131,6 +133,8 @@ class Settings:
             # Surveys that are older than these settings go on.
             if plan[added_later] in (False, None, "jacobians"):
                 del plan[added_later]
+        # How many are computed at a time changes no result.
+        del plan["batch"]
         return plan
 
 
