@@ -100,6 +100,24 @@ def vjp_with_aux(
     return output, PullBack(lambda *x: function(*x)[0], inputs, pull), aux
 
 
+def custom_functions(output: Tensor) -> list[str]:
+    """Return the names of the functions with backward passes of their own by which a
+    tensor was made.
+    """
+    names: set[str] = set()
+    seen: set[Any] = set()
+    unread = [output.grad_fn]
+    while unread:
+        node = unread.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names.add(type(node).__name__.removesuffix("Backward"))
+        unread += [following for following, _ in node.next_functions]
+    return sorted(names)
+
+
 def _is_final(error: Exception) -> bool:
     """Say whether an error would come again, whatever differentiates."""
     return isinstance(error, BlockError) or is_out_of_memory(error)

@@ -50,6 +50,8 @@ Path = Literal[
     "span_local",
     "full_sequence",
 ]
+# Those that do not differentiate by autograd.
+_RECORDED = ("token_local_recorded", "query_local_recorded")
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 Result = TypeVar("Result")
 # Of a stream that passes a block by a product with a matrix: a projection to less than
@@ -268,6 +270,9 @@ class BlockFunction(CheckedBlock):
 
         Returns:
             the result, and the name of the way.
+
+        Raises:
+            DerivativeError: the derivative that autograd gives is not the function's.
         """
         with self.evaluation():
             for path, evaluate in ways:
@@ -285,6 +290,8 @@ class BlockFunction(CheckedBlock):
                     continue
                 if self.agrees(y, uJ, t1s, t2):
                     return result, path
+                if path in _RECORDED:
+                    self.check_gradient(y, uJ, t1s, t2)
         raise self.changed() if refusal is None else refusal()
 
     def remark_on_failure(self, path: Path, error: Exception) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +31,12 @@ from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.calls import RecordedCall
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.errors import DerivativeError, StepError
-from tl_coupling.blocks.evaluation import PullBack, vjp, vjp_with_aux
+from tl_coupling.blocks.evaluation import (
+    PullBack,
+    custom_functions,
+    vjp,
+    vjp_with_aux,
+)
 from tl_coupling.blocks.hooks import backward_hooks_of_user, hooks_of_user
 from tl_coupling.blocks.rows import EvaluatedBlock, mlp_on_rows
 from tl_coupling.blocks.skip_path import FarOut, far_stream, passed_shares
@@ -47,6 +53,10 @@ SHARE_OF_STREAM = 1e-2
 # so many least bits where a block is stiff.
 _BITS_OF_IDENTITY = 32
 _MOST_REFERENCES = 32
+# Moves of a row, relative to its norm, that say whose gradient is right; and how near
+# to it the function's own must be, as a share of the difference.
+_MOVES_OF_GRADIENT = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
+_SAME_GRADIENT = 0.25
 # Between the seeds of a block's random directions.
 _MOST_LAYERS = 100_000
 _CAUSES = (
@@ -286,6 +296,70 @@ class CheckedBlock(EvaluatedBlock):
         )
         # One reading, for which a device waits once.
         return bool(is_value & is_product.all())
+
+    def check_gradient(
+        self, y: Tensor, products: Sequence[Tensor], t1: Sequence[int], t2: int
+    ) -> None:
+        """Raise DerivativeError where autograd gives another derivative than a record,
+        and the function itself changes as the record says.
+
+        Somebody changed a gradient, by less than the slope along a random direction
+        tells. The row is moved in the direction in which the two differ.
+
+        Args:
+            y: a record's `f(X)[t2]`.
+            products: its `uᵀ J_{t1 t2}` of each t1, with the u of the reference.
+            t1: the input positions.
+            t2: the output position.
+        """
+        reference = self.reference(t2)
+        difference = torch.stack(list(products)) - reference.rows[list(t1)]
+        place = int(difference.norm(dim=1).argmax())
+        size = difference[place].norm()
+        is_same = is_same_value(y, reference.y, self.X[t2])
+        if not bool(is_same & (size > 0) & size.isfinite()):
+            return
+        t, direction = t1[place], difference[place] / size
+        length = self.X[t].norm()
+        # By how much more the function changes than autograd says, as a share of how
+        # much more it does by the record.
+        shares = []
+        for move in _MOVES_OF_GRADIENT:
+            step = torch.zeros_like(self.X)
+            step[t] = move * length * direction
+            ends = [self.X + step, self.X - step]
+            change = self.added(ends[0])[t2] - self.added(ends[1])[t2]
+            moved_by = (ends[0] - ends[1])[t]
+            more = change @ reference.u - moved_by @ reference.rows[t]
+            shares.append(float(more / (moved_by @ direction * size)))
+        # Of neighbouring moves, which agree where neither bends nor rounds.
+        if any(
+            max(abs(share - 1), abs(other - 1)) < _SAME_GRADIENT
+            for share, other in pairwise(shares)
+        ):
+            percent = 100 * float(size / reference.rows[t].norm())
+            raise self._no_derivative(
+                f"autograd's differs by {percent:.2g} % from that of the operations that "
+                f"run, which is right. {self._cause_of_gradient()}"
+            )
+
+    def _cause_of_gradient(self) -> str:
+        """Say what changes a gradient, as far as autograd's graph tells."""
+        block = self.call.module
+        if names := backward_hooks_of_user(block):
+            return (
+                f"Backward hooks change its gradients ({', '.join(names)}): remove them"
+            )
+        with torch.enable_grad(), Stairs() as stairs:
+            Y = self.added(self.X.detach().clone().requires_grad_())
+        if stairs.stop is not None:
+            return f"It stops or changes gradients (`{stairs.stop}`): let them through"
+        custom = custom_functions(Y)
+        if custom:
+            return (
+                f"It has backward passes of its own ({', '.join(custom)}): correct them"
+            )
+        return "Likely causes: `torch.no_grad` within the block, or hooks on tensors"
 
     def changed(self) -> StepError:
         """Return the error where the full sequence no longer agrees with itself."""

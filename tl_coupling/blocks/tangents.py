@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import gcd
 
 import torch
-from jaxtyping import Inexact
+from jaxtyping import Inexact, Shaped
 from torch import Tensor
 
 from tl_coupling.blocks.contexts import BlockError
@@ -77,7 +77,7 @@ class Term:
             [(u.to(dtype), v.to(dtype)) for u, v in self.rank_one],
         )
 
-    def scaled(self, factor: Inexact[Tensor, " m"] | float) -> "Term":
+    def scaled(self, factor: Shaped[Tensor, " m"] | float) -> "Term":
         """Return that of a value each entry of which changes by so many times."""
         if isinstance(factor, float) and factor == 1:
             return self

@@ -321,8 +321,8 @@ class Batch(NamedTuple):
         if n_blocks < n_connections:
             return cls(n_blocks)
         left = memory - n_blocks * of_block
-        n_prompts = left / (n_blocks * of_jacobian)
-        return cls(n_blocks, int(max(1, min(MOST_PROMPTS, n_prompts))))
+        n_more = left / (n_blocks * of_jacobian)
+        return cls(n_blocks, int(max(1, min(MOST_PROMPTS, n_more))))
 
 
 def _widest(block: nn.Module) -> int:
