@@ -232,6 +232,7 @@ class _Together:
         is_slope = torch.from_numpy(self._slopes_converge(found)).to(self.X.device)
         assert self.far_out is not None
         is_right = self._is_traced(found) & is_slope.reshape(self.X.shape[:2])
+        is_right &= self._is_autograds(found)
         for is_apart in (True, False):
             try:
                 y, J = self._recorded(found, is_apart)
@@ -311,6 +312,14 @@ class _Together:
             self.first.rounding_of_step,
         )
         return ~differs
+
+    def _is_autograds(self, found: _Found) -> Bool[Tensor, ""]:
+        """Say whether the first block's own backward pass gives the same: nobody changed
+        a gradient.
+        """
+        own = self.first.reference(self.t).rows
+        u = self.u.expand_as(own)
+        return is_same_product(found.rows[0, 0], own, own.norm(), u).all()
 
     def _slopes_converge(self, found: _Found) -> Bool[np.ndarray, " layer_prompt"]:
         """Say which blocks change as their derivatives predict (`slopes`).
