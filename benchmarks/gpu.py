@@ -47,7 +47,9 @@ from benchmarks.timing import (
 SHAPES: dict[str, tuple[str, int, int, int, int, int]] = {
     "tiny": ("Llama", 64, 224, 4, 2, 2),
     "tiny-experts": ("Mixtral", 64, 96, 4, 2, 2),
+    "pythia-160m": ("GPTNeoX", 768, 3072, 12, 12, 12),
     "pythia-410m": ("GPTNeoX", 1024, 4096, 16, 16, 24),
+    "pythia-1.4b": ("GPTNeoX", 2048, 8192, 16, 16, 24),
     "llama-3-8b": ("Llama", 4096, 14336, 32, 8, 32),
     "qwen3-32b": ("Qwen3", 5120, 25600, 64, 8, 64),
     "llama-3-70b": ("Llama", 8192, 28672, 64, 8, 80),
@@ -146,9 +148,11 @@ def measure(
 
 
 def measure_whole(
-    shape: str, options: argparse.Namespace, device: torch.device
+    shape: str, options: argparse.Namespace, device: torch.device, peak: float
 ) -> dict[str, Any]:
-    """Seconds and memory of a depth coupling of all blocks, from the prompt on."""
+    """Seconds and memory of a depth coupling of all blocks, from the prompt on, computed
+    together and one after the other; and seconds a prompt of a mean.
+    """
     _, width, _, _, _, n_layers = SHAPES[shape]
     dtype = _dtype(options, device)
     model = random_blocks(shape, n_layers, options.tokens, device, dtype)
@@ -159,14 +163,35 @@ def measure_whole(
     memory.start()
     trace, tracing = timed(device, lambda: tlc.trace(model, ids))
     k = min(options.k, width)
-    _, coupling = timed(device, lambda: tlc.depth_coupling(trace, k, progress=False))
+    together, coupling = timed(
+        device, lambda: tlc.depth_coupling(trace, k, progress=False)
+    )
+    of_together = memory.stop()
+    again = tlc.trace(model, ids)
+    alone, singly = timed(
+        device, lambda: tlc.depth_coupling(again, k, batch=1, progress=False)
+    )
+    prompts = [random_ids(options.tokens, seed) for seed in range(options.prompts)]
+    _, mean = timed(
+        device,
+        lambda: tlc.mean_depth_coupling(
+            (tlc.trace(model, prompt) for prompt in prompts), k, progress=False
+        ),
+    )
+    flops = sum(one.flops for one in bare_products(model.cfg, options.tokens).values())
+    difference = (together.coupling() - alone.coupling()).abs().max()
     return {
         "shape": shape,
         "n_layers": n_layers,
         "k": k,
         "trace": tracing,
         "depth_coupling": coupling,
-        "memory_mib": memory.stop(),
+        "depth_coupling_one_by_one": singly,
+        "largest_difference": float(difference),
+        "n_prompts": len(prompts),
+        "mean_of_prompts": mean,
+        "share_of_peak": n_layers * flops / coupling / peak,
+        "memory_mib": of_together,
     }
 
 
@@ -241,9 +266,11 @@ def tables(results: dict[str, Any]) -> list[Table]:
             ),
         )
     whole = Table(
-        *("shape", "blocks", "trace", "depth coupling", "memory"),
+        *("shape", "blocks", "trace", "depth coupling", "one by one", "of the peak"),
+        *("memory", "a prompt of a mean"),
         title=f"A whole model in memory, all pairs, k = {k}, {device}",
-        caption="Seconds, and GiB at the peak with the weights.",
+        caption="Seconds, and GiB at the peak with the weights. Blocks, and prompts of a "
+        "mean, are computed together, but for one by one; traces are in the mean's.",
     )
     for run in results["whole"]:
         whole.add_row(
@@ -251,7 +278,10 @@ def tables(results: dict[str, Any]) -> list[Table]:
             str(run["n_layers"]),
             f"{run['trace']:.2f}",
             f"{run['depth_coupling']:.2f}",
+            f"{run['depth_coupling_one_by_one']:.2f}",
+            f"{run['share_of_peak']:.1%}",
             f"{_peak_mib(run['memory_mib']) / 2**10:.1f}",
+            f"{run['mean_of_prompts'] / run['n_prompts']:.2f} ({run['n_prompts']})",
         )
     return [measured, planned, whole] if results["whole"] else [measured, planned]
 
@@ -281,7 +311,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--whole",
         nargs="*",
         choices=SHAPES,
-        help="all blocks at once (default: pythia-410m llama-3-8b on a GPU, else none)",
+        help="all blocks at once (default: the Pythias and llama-3-8b on a GPU, else "
+        "none)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=8,
+        help="of the mean of a whole model (default: %(default)s)",
     )
     add_tokens(parser)
     add_k(parser)
@@ -316,13 +353,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 torch.cuda.empty_cache()
         whole = options.whole
         if whole is None:
-            whole = ["pythia-410m", "llama-3-8b"] if device.type == "cuda" else []
+            whole = []
+            if device.type == "cuda":
+                whole = ["pythia-160m", "pythia-410m", "pythia-1.4b", "llama-3-8b"]
         results = {
             "benchmark": "gpu",
             "environment": environment(device),
             "peak_tflop_per_second": peak / 1e12,
             "runs": runs,
-            "whole": [measure_whole(shape, options, device) for shape in whole],
+            "whole": [measure_whole(one, options, device, peak) for one in whole],
         }
     except (BenchmarkError, ValueError) as error:
         stop(error)
