@@ -74,7 +74,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = nn.functional.layer_norm(x, x.shape[-1:])
         q, k, v = (part[:, None] for part in self.qkv(heads).chunk(3, -1))
-        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        x = (
+            x
+            + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        )
         hidden = self.mlp_in(nn.functional.layer_norm(x, x.shape[-1:]))
         return x + self.mlp_out(self.change(hidden))
 
@@ -126,5 +129,5 @@ def test_a_record_that_is_wrong_is_passed_over(
     )
     trace = traced(scaled(0.0), torch.float32)
     (block,) = trace.blocks
-    J, path = block.jacobian(5, 5)
+    _, path = block.jacobian(5, 5)
     assert path == "token_local"

@@ -16,6 +16,7 @@ from tl_coupling.spectra import (
     Spectrum,
     decompositions,
     iteration,
+    symmetric,
     tail_energy,
 )
 
@@ -372,4 +373,17 @@ def of_all_pairs(J: torch.Tensor, U: torch.Tensor, Vh: torch.Tensor) -> torch.Te
             torch.stack([u.mT @ J_1 @ vh.mT for u, vh in zip(U, Vh, strict=True)])
             for J_1 in J.double()
         ]
+    )
+
+
+@pytest.mark.parametrize("shape", [(7, 5, 5), (2, 3, 4, 4), (1, 3, 3)])
+def test_small_matrices_by_the_cores_of_the_cpu(shape, monkeypatch):
+    """As for a GPU, whose own library takes longer."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    T = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).double()
+    T = T + T.mT
+    values, vectors = symmetric._by_cores(torch.linalg.eigh, T)
+    torch.testing.assert_close(vectors * values[..., None, :] @ vectors.mT, T)
+    torch.testing.assert_close(
+        symmetric._by_cores(torch.linalg.eigvalsh, T), torch.linalg.eigvalsh(T)
     )
