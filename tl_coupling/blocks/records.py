@@ -615,28 +615,58 @@ class _Pushforward:
 
     def _multiply_batches(self, operation: Operation) -> bool:
         left, right = operation.args[:2]
-        (output,) = operation.outputs
+        return self._multiply_each(left, left.shape, right, operation.outputs[0])
+
+    def _multiply_groups(self, operation: Operation) -> bool:
+        """Push rows through the matrix of each one's group: a mixture of experts."""
+        left, right = operation.args[:2]
+        ends = [*operation.args, operation.kwargs.get("offs")][2]
+        is_grouped = left.ndim == 2 and right.ndim == 3 and isinstance(ends, Tensor)
+        if not is_grouped or not self._is_constant(right):
+            return False
+        rows = torch.arange(len(left), dtype=ends.dtype, device=ends.device)
+        groups = torch.searchsorted(ends, rows, right=True)
+        n_rows, n_inner = left.shape
+        # Rows behind the last group are zeros, whatever they are multiplied with.
+        of_rows = right[groups.clamp_max(len(right) - 1)]
+        of_rows = of_rows * (groups < len(right))[:, None, None]
+        shape = torch.Size((n_rows, 1, n_inner))
+        return self._multiply_each(left, shape, of_rows, operation.outputs[0])
+
+    def _multiply_each(
+        self,
+        left: Tensor,
+        shape: torch.Size,
+        right: Inexact[Tensor, "n_batches n_inner n_columns"],
+        output: Tensor,
+    ) -> bool:
+        """Push a value, in a shape [n_batches n_rows n_inner], through the matrix of
+        each batch.
+        """
         if not self._is_constant(right):
             return False
         if self._multiply_row(left, right, output):
             return True
-        n_batches, n_rows, _ = left.shape
+        n_batches, n_rows, _ = shape
         are_blocks = all(
             n_blocks % n_batches == 0 and not term.rank_one
             for term in self._of(left).terms.values()
             for n_blocks in term.blocks
         )
         if are_blocks or not self._is_narrow(left):
-            return self._multiply_blocks(operation)
+            return self._multiply_blocks(left, shape, right, output)
         # Each row of each batch by its matrix: for heads, what they do to queries.
         n_blocks = n_batches * n_rows
-        blocks = right[:, None].expand(-1, n_rows, -1, -1).flatten(0, 1)
+        blocks = right
+        if n_rows > 1:
+            blocks = right[:, None].expand(-1, n_rows, -1, -1).flatten(0, 1)
         return self._set(output, {self._base_of(left): Term({n_blocks: blocks})})
 
-    def _multiply_blocks(self, operation: Operation) -> bool:
+    def _multiply_blocks(
+        self, left: Tensor, shape: torch.Size, right: Tensor, output: Tensor
+    ) -> bool:
         """Multiply each batch's rows by its matrix, tangents by it as well."""
-        left, right = operation.args[:2]
-        n_batches, n_rows, n_inner = left.shape
+        n_batches, n_rows, n_inner = shape
 
         def multiplied(term: Term) -> Term:
             result = Term()
@@ -650,35 +680,13 @@ class _Pushforward:
                 else:
                     blocks = coarsened(matrices, 1)
                     of_batches = blocks.reshape(-1, n_batches, n_rows, n_inner)
-                    check_size(len(of_batches) * operation.outputs[0].numel())
+                    check_size(len(of_batches) * output.numel())
                     rows = of_batches.transpose(0, 1).flatten(1, 2) @ right
                     product = rows.unflatten(1, (-1, n_rows)).transpose(0, 1)
                     result += dense_term(product)
             return result
 
-        return self._map(operation, multiplied)
-
-    def _multiply_groups(self, operation: Operation) -> bool:
-        """Push rows through the matrix of each one's group: a mixture of experts."""
-        left, right = operation.args[:2]
-        ends = [*operation.args, operation.kwargs.get("offs")][2]
-        (output,) = operation.outputs
-        is_grouped = left.ndim == 2 and right.ndim == 3 and isinstance(ends, Tensor)
-        if not is_grouped or not self._is_constant(right):
-            return False
-        stops = ends.tolist()
-
-        def multiplied(term: Term) -> Term:
-            rows = term.filled().reshape(-1, *left.shape)
-            dense = rows.new_zeros(len(rows), *output.shape)
-            start = 0
-            for matrix, end in zip(right, stops, strict=True):
-                if end > start:
-                    dense[:, start:end] = rows[:, start:end] @ matrix
-                start = end
-            return dense_term(dense)
-
-        return self._map(operation, multiplied)
+        return self._set(output, self._of(left).mapped(multiplied).terms)
 
     def _softmax(self, operation: Operation) -> bool:
         value, dim = operation.args[:2]
