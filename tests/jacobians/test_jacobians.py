@@ -23,8 +23,8 @@ PAIRS = [
     (FIRST, LAST),
     (2, 6),
 ]
-# Attention that holds a norm (BERT), or rows that meet in a state.
-NOT_RECORDED = {"bert", "mamba", "rwkv"}
+# Rows that meet in a state.
+NOT_RECORDED = {"mamba", "rwkv"}
 # Every token sees every other.
 NOT_CAUSAL = {"bert"}
 
