@@ -203,6 +203,31 @@ def test_weights_that_changed_after_the_trace_are_noticed() -> None:
         tlc.depth_coupling(trace, 4, batch=N)
 
 
+def test_weights_in_16_bits_that_changed_by_little_are_noticed(
+    tokenizer_folder: Path,
+) -> None:
+    """By less than the step in float32 tells: the model's own call does."""
+    hf_model = tiny.huggingface_model("llama", dtype=torch.bfloat16)
+    model = tiny.bridge(hf_model, tokenizer_folder)
+    trace = tlc.trace(model, tiny.TOKENS)
+    again = tlc.trace(model, OTHER_TOKENS)
+
+    def jacobians() -> list[list[bool]]:
+        blocks = [
+            [one.blocks[layer] for one in (trace, again)]
+            for layer in range(tiny.N_LAYERS)
+        ]
+        return [[J is None for J in row] for row in jacobians_together(blocks, LAST)]
+
+    assert jacobians() == [[False, False]] * tiny.N_LAYERS
+    weight = next(p for p in trace.blocks[1].call.module.parameters() if p.ndim > 1)
+    with torch.no_grad():
+        weight.mul_(1 + 2**-7)
+    assert jacobians() == [[False, False], [True, True]]
+    with pytest.raises(StepError, match="block 1 "):
+        tlc.depth_coupling(trace, 4, batch=N)
+
+
 def test_a_hook_on_gradients_goes_alone() -> None:
     blocks = made()
     blocks[1].mlp_in.register_full_backward_hook(lambda *_: None)

@@ -69,8 +69,13 @@ def jacobians_together(blocks: Grid, t: int) -> Jacobians:
             continue
         rows[0][0].refer_to([t])
         try:
+            differs = [
+                torch.stack([block.differs_from_recorded_call() for block in row])
+                for row in rows
+            ]
             with rows[0][0].evaluation():
-                jacobians = _Together(rows, graphs, t).jacobians()
+                together = _Together(rows, graphs, t)
+                jacobians = together.jacobians(torch.stack(differs))
         except BlockError:
             continue
         except Exception as error:
@@ -222,8 +227,11 @@ class _Together:
             if (stacked := self._stacked_leaf(place)) is not None
         }
 
-    def jacobians(self) -> Jacobians:
+    def jacobians(self, differs: Bool[Tensor, "layer prompt"]) -> Jacobians:
         """Return the Jacobians of those that pass the checks, which are read at once.
+
+        Args:
+            differs: which are no longer what was recorded, and so pass none.
 
         Raises:
             BlockError: none can be computed together.
@@ -232,7 +240,7 @@ class _Together:
         is_slope = torch.from_numpy(self._slopes_converge(found)).to(self.X.device)
         assert self.far_out is not None
         is_right = self._is_traced(found) & is_slope.reshape(self.X.shape[:2])
-        is_right &= self._is_autograds(found)
+        is_right &= self._is_autograds(found) & ~differs
         for is_apart in (True, False):
             try:
                 y, J = self._recorded(found, is_apart)

@@ -451,9 +451,25 @@ class CheckedBlock(EvaluatedBlock):
     # The step
 
     def _check_recorded_call(self, recorded: RecordedCall) -> None:
-        """Raise StepError unless the model's own call gives the recorded output again.
+        """Raise StepError unless the model's own call gives the recorded output again."""
+        self._refuse(*self._recorded_difference(recorded))
 
-        It does to the last bit but one.
+    def differs_from_recorded_call(self) -> Bool[Tensor, ""]:
+        """Say whether the model's own call, in its dtype, gives another output than it
+        gave: never where that dtype is X's, in which the step says it.
+
+        It is called outside `evaluation()`.
+        """
+        if self.recorded is None:
+            return torch.zeros((), dtype=torch.bool, device=self.X.device)
+        _, is_wrong = self._recorded_difference(self.recorded)
+        return is_wrong.any()
+
+    def _recorded_difference(
+        self, recorded: RecordedCall
+    ) -> tuple[Float[Tensor, " n_pos"], Bool[Tensor, " n_pos"]]:
+        """Return by how much the model's own call gives another output than recorded,
+        and where that is more than the last bit but one.
         """
         with own_arithmetic(recorded.call.module), recorded.call.as_recorded():
             try:
@@ -465,7 +481,7 @@ class CheckedBlock(EvaluatedBlock):
             difference = (Y - recorded.Y).float().norm(dim=1)
         eps = torch.finfo(self.own_dtype).eps
         tolerance = eps * recorded.Y.float().norm(dim=1)
-        self._refuse(difference, ~is_within(difference, tolerance))
+        return difference, ~is_within(difference, tolerance)
 
     @property
     def own_dtype(self) -> torch.dtype:
