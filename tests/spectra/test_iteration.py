@@ -387,3 +387,27 @@ def test_small_matrices_by_the_cores_of_the_cpu(shape, monkeypatch):
     torch.testing.assert_close(
         symmetric._by_cores(torch.linalg.eigvalsh, T), torch.linalg.eigvalsh(T)
     )
+
+
+@pytest.mark.parametrize("name", SIGMA)
+def test_triplets_of_the_square_are_right_or_not_given(name):
+    """As for a GPU, where an iteration does not pay."""
+    J = planted(SIGMA[name])
+    triplets = iteration.triplets_of_square(J, K)
+    if triplets is not None:
+        spectrum = Spectrum(
+            triplets.U.float(),
+            triplets.S.float(),
+            triplets.V.mT.float(),
+            triplets.residuals.float(),
+            torch.zeros((), dtype=torch.int32),
+        )
+        assert_top(J.double().numpy(), spectrum)
+
+
+def test_triplets_of_the_square_of_a_flat_spectrum_are_given():
+    flat = planted(np.linspace(2, 1, N))
+    assert iteration.triplets_of_square(flat, K) is not None
+    # Of rank 1 the others are rounding, and in float64 the square rounds too much.
+    rank_one = torch.outer(flat[0], flat[1])
+    assert iteration.triplets_of_square(rank_one, K) is None

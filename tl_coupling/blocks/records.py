@@ -375,11 +375,15 @@ class _Pushforward:
         return self._set(output, self._of(value).terms)
 
     def _move(
-        self, operation: Operation, move: Callable[[Tensor, int], Tensor]
+        self,
+        operation: Operation,
+        move: Callable[[Tensor, int], Tensor],
+        n_kept: int,
     ) -> bool:
         value = operation.args[0]
         (output,) = operation.outputs
-        return self._set(output, self._of(value).moved(value.shape, move).terms)
+        moved = self._of(value).moved(value.shape, move, n_kept)
+        return self._set(output, moved.terms)
 
     def _transpose(self, operation: Operation) -> bool:
         value, first, second = operation.args[:3]
@@ -401,9 +405,11 @@ class _Pushforward:
         long_axes = [axis for axis in order if shape[axis] > 1]
         if long_axes == sorted(long_axes):
             return self._keep_entries(operation)
+        n_kept = next(i for i, axis in enumerate(order) if i != axis)
         return self._move(
             operation,
             lambda x, n: x.permute(*range(n), *(axis + n for axis in order)),
+            n_kept,
         )
 
     def _slice(self, operation: Operation) -> bool:
@@ -413,13 +419,18 @@ class _Pushforward:
         return self._move(
             operation,
             lambda x, n: aten.slice(x, _shifted(dim, n), *bounds),
+            dim % value.ndim,
         )
 
     def _select(self, operation: Operation) -> bool:
         value, dim, index = operation.args[:3]
         if value.shape[dim] == 1:
             return self._keep_entries(operation)
-        return self._move(operation, lambda x, n: x.select(_shifted(dim, n), index))
+        return self._move(
+            operation,
+            lambda x, n: x.select(_shifted(dim, n), index),
+            dim % value.ndim,
+        )
 
     def _index(self, operation: Operation) -> bool:
         """Push through the choice of rows of a value that has one row."""
@@ -473,7 +484,7 @@ class _Pushforward:
         return True
 
     def _narrow(self, operation: Operation, dim: int, start: int, length: int) -> None:
-        self._move(operation, lambda x, n: x.narrow(dim + n, start, length))
+        self._move(operation, lambda x, n: x.narrow(dim + n, start, length), dim)
 
     def _concatenate(self, operation: Operation) -> bool:
         parts = operation.args[0]

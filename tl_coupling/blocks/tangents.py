@@ -152,18 +152,28 @@ class Tangent:
         return self.mapped(lambda term: _spread(term, factor, shape, new_shape))
 
     def moved(
-        self, shape: torch.Size, move: Callable[[Tensor, int], Tensor]
+        self,
+        shape: torch.Size,
+        move: Callable[[Tensor, int], Tensor],
+        n_kept: int = 0,
     ) -> "Tangent":
         """Return that of a value whose entries are moved or left out.
 
-        `move` gets a tensor and how many axes stand before those of the value.
+        `move` gets a tensor and how many axes stand before those of the value. The
+        first `n_kept` of these it leaves as they are: blocks along them stay apart.
         """
+        n_rows = shape[:n_kept].numel()
 
         def moved(term: Term) -> Term:
             result = Term()
-            if term.blocks:
-                dense = Term(term.blocks).filled()
-                result = dense_term(move(dense.reshape(len(dense), *shape), 1))
+            for n_blocks, blocks in term.blocks.items():
+                kept = gcd(n_blocks, n_rows)
+                of_blocks = coarsened(blocks, kept)
+                # Of those axes one is as long as a block.
+                rows = (*[1] * (n_kept - 1), n_rows // kept) if n_kept else ()
+                entries = of_blocks.reshape(-1, *rows, *shape[n_kept:])
+                left = move(entries, 1).reshape(kept, of_blocks.shape[1], -1)
+                result += Term({kept: left})
             for u, v in term.rank_one:
                 result.rank_one.append((u, move(v.reshape(shape), 0).reshape(-1)))
             return result

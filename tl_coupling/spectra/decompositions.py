@@ -10,9 +10,11 @@ from torch import Tensor
 from tl_coupling.arguments import checked
 from tl_coupling.spectra.checks import check_k, check_kind, check_matrices
 from tl_coupling.spectra.iteration import (
+    Triplets,
     block_width,
     krylov_width,
     top_triplets,
+    triplets_of_square,
 )
 from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.spectrum import Spectrum
@@ -243,6 +245,10 @@ def _decompose(J: Float[Tensor, "n d_out d_in"], k: int) -> Parts:
 def _decompose_fully(J: Float[Tensor, "d_out d_in"], k: int) -> Parts:
     # An iteration ends without triplets where entries are not finite.
     check_matrices(J)
+    if J.is_cuda and J.shape[0] >= J.shape[1] > 2 * k:
+        triplets = triplets_of_square(J, k)
+        if triplets is not None:
+            return _parts(triplets, J.new_ones(()))
     U, S, Vh = torch.linalg.svd(J, full_matrices=False)
     U = U[:, :k]
     S = S[:k]
@@ -266,17 +272,21 @@ def _iterate(J: Float[Tensor, "n d_out d_in"], k: int) -> list[Parts | None]:
     J = J / scale[:, None, None]
     square = J.mT @ J if _forms_square(d_in, k) else None
     return [
-        None
-        if one is None
-        else (
-            one.U.to(J.dtype),
-            (one.S * scale[i]).to(J.dtype),
-            one.V.mT.to(J.dtype),
-            one.residuals.to(J.dtype),
-            scale.new_tensor(one.steps),
-        )
-        for i, one in enumerate(top_triplets(J, k, square))
+        None if one is None else _parts(one, of_one)
+        for one, of_one in zip(top_triplets(J, k, square), scale, strict=True)
     ]
+
+
+def _parts(triplets: Triplets, scale: Float[Tensor, ""]) -> Parts:
+    """Return triplets of a matrix that was divided by a scale, in the dtype of that."""
+    parts = (
+        triplets.U,
+        triplets.S * scale,
+        triplets.V.mT,
+        triplets.residuals,
+        scale.new_tensor(triplets.steps),
+    )
+    return tuple(part.to(scale.dtype) for part in parts)
 
 
 def _pays(shape: Sequence[int], k: int) -> bool:

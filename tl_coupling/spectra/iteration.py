@@ -143,6 +143,20 @@ def _triplets_in(
         return results
 
 
+def triplets_of_square(J: Float[Tensor, "d_out d_in"], k: int) -> Triplets | None:
+    """Return the k largest singular triplets of J from all eigenvectors of `JᵀJ`, in
+    float64; None where their residuals are not those that `svd` promises.
+
+    On a GPU that takes a fifth of a full SVD.
+    """
+    exact = J.double()
+    _, vectors = eigh(exact.mT @ exact)
+    V = vectors.flip(-1)[:, : block_width(k)]
+    ritz = _rayleigh_ritz(exact[None], V[None], k, [0], TOLERANCE[J.dtype])
+    ((triplets, is_right),) = ritz
+    return triplets if is_right else None
+
+
 def products_of_triplets(k: int) -> int:
     """Return how many products with J or Jᵀ k triplets of products typically take.
 
@@ -201,7 +215,8 @@ def _krylov_spaces(
         T = torch.cat([torch.cat([T, column[:, :-width]], -1), column.mT], -2)
         block, R = torch.linalg.qr(images - basis @ column)
         block = torch.linalg.qr(block - basis @ (basis.mT @ block)).Q
-        if steps < next_check:
+        goes_on = (steps + 1) * width <= largest
+        if steps < next_check and goes_on:
             continue
         squares, ritz_vectors = _descending_eigh(T)
         residuals = torch.linalg.vector_norm(R @ ritz_vectors[:, -width:, :k], dim=-2)
@@ -223,7 +238,8 @@ def _krylov_spaces(
                 spaces[converged],
             )
             kept = [i for i in kept if places[i] not in finished]
-        next_check = steps + min((waits[i] for i in kept), default=0)
+        # Looked at together: a step too many costs less than a look.
+        next_check = steps + max((waits[i] for i in kept), default=0)
         if len(kept) < len(places):
             J, block, basis, T = (
                 _some(part, kept, len(places)) for part in (J, block, basis, T)
