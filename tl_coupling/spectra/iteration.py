@@ -206,7 +206,7 @@ def _krylov_spaces(
     # `JᵀJ` in this basis; block tridiagonal but for rounding.
     T = block[:, :0, :0]
     steps = 0
-    next_check = 2
+    next_checks = [2] * n
     while places and (steps + 1) * width <= largest:
         basis = torch.cat([basis, block], -1)
         steps += 1
@@ -215,36 +215,47 @@ def _krylov_spaces(
         T = torch.cat([torch.cat([T, column[:, :-width]], -1), column.mT], -2)
         block, R = torch.linalg.qr(images - basis @ column)
         block = torch.linalg.qr(block - basis @ (basis.mT @ block)).Q
-        goes_on = (steps + 1) * width <= largest
-        if steps < next_check and goes_on:
+        # Eigenvectors cost more than a step.
+        due = [i for i, next_check in enumerate(next_checks) if steps >= next_check]
+        if not due:
             continue
-        squares, ritz_vectors = _descending_eigh(T)
-        residuals = torch.linalg.vector_norm(R @ ritz_vectors[:, -width:, :k], dim=-2)
+        squares, ritz_vectors = _descending_eigh(_some(T, due, len(places)))
+        of_last = ritz_vectors[:, -width:, :k]
+        residuals = torch.linalg.vector_norm(
+            _some(R, due, len(places)) @ of_last, dim=-2
+        )
         errors = residuals / squares[:, :k].sqrt() / squares[:, :1].sqrt()
         # One reading for all that is decided.
         numbers = torch.stack([squares[:, k - 1], errors.amax(-1)], -1).tolist()
-        # Others are of a zero J, or of an overflow.
-        kept = [i for i, (least_square, _) in enumerate(numbers) if least_square > 0]
-        converged = [i for i in kept if numbers[i][1] <= tolerance]
-        waits = {i: 1 for i in converged}
-        for i in set(kept) - set(converged):
-            fall = math.log(numbers[i][1] / tolerance)
-            waits[i] = max(1, int(fall / _FASTEST))
+        converged = []
+        dropped = []
+        for place_in_due, (least_square, error) in enumerate(numbers):
+            i = due[place_in_due]
+            # A zero J, or an overflow.
+            if not least_square > 0:
+                dropped.append(i)
+            elif error <= tolerance:
+                converged.append(place_in_due)
+                next_checks[i] = steps + 1
+            else:
+                fall = int(math.log(error / tolerance) / _FASTEST)
+                next_checks[i] = steps + max(1, fall)
         if converged:
-            spaces = basis @ ritz_vectors[..., :n_ritz_vectors]
-            finished = yield _Spaces(
-                [places[i] for i in converged],
-                [steps] * len(converged),
-                spaces[converged],
+            of_converged = [due[place_in_due] for place_in_due in converged]
+            spaces = _some(basis, of_converged, len(places)) @ _some(
+                ritz_vectors[..., :n_ritz_vectors], converged, len(due)
             )
-            kept = [i for i in kept if places[i] not in finished]
-        # Looked at together: a step too many costs less than a look.
-        next_check = steps + max((waits[i] for i in kept), default=0)
-        if len(kept) < len(places):
+            finished = yield _Spaces(
+                [places[i] for i in of_converged], [steps] * len(converged), spaces
+            )
+            dropped += [i for i in of_converged if places[i] in finished]
+        if dropped:
+            kept = [i for i in range(len(places)) if i not in dropped]
             J, block, basis, T = (
                 _some(part, kept, len(places)) for part in (J, block, basis, T)
             )
             places = [places[i] for i in kept]
+            next_checks = [next_checks[i] for i in kept]
 
 
 def _filtered_spaces(
