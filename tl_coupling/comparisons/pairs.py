@@ -93,8 +93,8 @@ def depth_coupling(
             all coordinates count alike, M = I.
         method: `"jacobians"` forms each J; `"products"` takes triplets and A from
             products with vectors, `block_spectrum`, and never forms one: for wide
-            models with a small k, mixtures of experts, and blocks whose only way is the
-            full sequence. `"auto"` takes the one that `plan` says is cheaper.
+            models with a small k, and blocks whose only way is the full sequence.
+            `"auto"` takes the one that `plan` says is cheaper.
             `frobenius_norms` are then estimates, to about a per cent; of coupling only
             `null_interval` depends on them, of other measures the nulls.
         chunk_size: as in `block_jacobian`.
