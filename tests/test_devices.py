@@ -85,10 +85,13 @@ ON_THE_CPU = {
         "torch.tensor(math.sqrt(1 - 1 / k), dtype=torch.float64)"
     ): "a single number goes with any device",
     (
-        "torch.randn(J.shape[0], width, generator=generator, dtype=J.dtype)"
+        "torch.randn(J.shape[-2], width, generator=generator, dtype=J.dtype)"
     ): "moved in the next line",
     (
         "torch.randn(X.shape, generator=generator, dtype=torch.float64)"
+    ): "drawn on the CPU, and moved",
+    (
+        "torch.randn(stream.shape[-1], generator=generator, dtype=torch.float64)"
     ): "moved in the next line",
     (
         "torch.randn(size, dtype=torch.float64, generator=generator)"
