@@ -14,6 +14,7 @@ import tl_coupling as tlc
 from tl_coupling.blocks import DerivativeError, StepError, batches, jacobians_together
 from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.graphs import Graph
+from tl_coupling.jacobians import jacobians
 
 pytestmark = pytest.mark.both_lines
 
@@ -253,14 +254,35 @@ def test_a_wrong_jacobian_of_one_block_is_not_taken(
     """An error that only one of those computed together has."""
     right = batches._Together._recorded
 
-    def wrong(self, found, is_apart):
-        y, J = right(self, found, is_apart)
+    def wrong(self, sequence, is_apart):
+        y, J = right(self, sequence, is_apart)
         J = J.clone()
         J[3] *= 1.001
         return y, J
 
     monkeypatch.setattr(batches._Together, "_recorded", wrong)
     assert [J is None for J in together(traced(made()))] == [False, False, False, True]
+
+
+def test_fewer_go_together_where_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    right = jacobians.jacobians_together
+
+    def filled(blocks, t):
+        sizes.append(len(blocks))
+        if len(blocks) > 2:
+            raise torch.OutOfMemoryError
+        return right(blocks, t)
+
+    monkeypatch.setattr(jacobians, "jacobians_together", filled)
+    together = tlc.depth_coupling(traced(made()), 4, batch=N)
+    assert sizes == [4, 2, 2]
+    alone = tlc.depth_coupling(traced(made()), 4, batch=1)
+    torch.testing.assert_close(
+        together.coupling(), alone.coupling(), rtol=1e-4, atol=1e-5
+    )
 
 
 # Graphs

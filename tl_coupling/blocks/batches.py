@@ -155,11 +155,11 @@ def _is_one_kind(
     """Say whether two blocks differ in tensors alone."""
     if graph.signature != other_graph.signature:
         return False
-    modules, others = (
+    modules, other_modules = (
         [type(part) for part in block.call.module.modules()]
         for block in (row[0], other_row[0])
     )
-    return modules == others and row[0].own_dtype == other_row[0].own_dtype
+    return modules == other_modules and row[0].own_dtype == other_row[0].own_dtype
 
 
 def _are_on_alike_prompts(row: Sequence[BlockFunction]) -> bool:
@@ -200,7 +200,7 @@ class _Stacked(NamedTuple):
     prompt_dim: int | None
 
 
-class _Found(NamedTuple):
+class _FullSequence(NamedTuple):
     """What the full sequence gives of all: f, `uᵀJ`, and keys and values."""
 
     Y: Float[Tensor, "layer prompt pos d_model"]
@@ -236,24 +236,24 @@ class _Together:
         Raises:
             BlockError: none can be computed together.
         """
-        found = self._full_sequence()
-        is_slope = torch.from_numpy(self._slopes_converge(found)).to(self.X.device)
+        sequence = self._on_all_rows()
+        is_slope = torch.from_numpy(self._slopes_converge(sequence)).to(self.X.device)
         assert self.far_out is not None
-        is_right = self._is_traced(found) & is_slope.reshape(self.X.shape[:2])
-        is_right &= self._is_autograds(found) & ~differs
+        is_right = self._is_traced(sequence) & is_slope.reshape(self.X.shape[:2])
+        is_right &= self._is_autograds(sequence) & ~differs
         for is_apart in (True, False):
             try:
-                y, J = self._recorded(found, is_apart)
+                y, J = self._recorded(sequence, is_apart)
             except BlockError:
                 continue
-            agrees = is_right & self._agrees(found, y, J)
+            agrees = is_right & self._agrees(sequence, y, J)
             # One reading for all.
             numbers = torch.cat([agrees[..., None], self.far_out], -1).tolist()
             if any(of_one[0] for of_layer in numbers for of_one in of_layer):
-                return self._accepted(found, J, numbers)
+                return self._accepted(sequence, J, numbers)
         raise BlockError("no block agrees with its full sequence")
 
-    def _accepted(self, found: _Found, J: Tensor, numbers: Any) -> Jacobians:
+    def _accepted(self, sequence: _FullSequence, J: Tensor, numbers: Any) -> Jacobians:
         """Return what passed; each of these blocks gets its reference."""
         results: Jacobians = [[None] * len(row) for row in self.blocks]
         for layer, row in enumerate(self.blocks):
@@ -263,7 +263,7 @@ class _Together:
                 # A block that cuts the stream, or normalises it, is looked at alone.
                 if not agrees or not far_out.passes_whole or far_out.stays_small:
                     continue
-                Y, rows = found.Y[layer, prompt], found.rows[layer, prompt]
+                Y, rows = sequence.Y[layer, prompt], sequence.rows[layer, prompt]
                 block.references[self.t] = Reference(Y[self.t], self.u, rows)
                 block.far_out = far_out
                 results[layer][prompt] = J[layer, prompt]
@@ -271,7 +271,7 @@ class _Together:
 
     # The full sequence
 
-    def _full_sequence(self) -> _Found:
+    def _on_all_rows(self) -> _FullSequence:
         """Compute f, its product with u, and keys and values, of all."""
         seed = torch.zeros_like(self.first.X)
         seed[self.t] = self.u
@@ -288,7 +288,7 @@ class _Together:
 
         stream = _Stacked(self.X, 0, 0)
         Y, rows, *keys_and_values = _over_grid(of_one, [stream, *self.leaves.values()])
-        return _Found(Y, rows, keys_and_values)
+        return _FullSequence(Y, rows, keys_and_values)
 
     def _repeated(self, X: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Return f(X), keys and values of one, of its stream and its leaves."""
@@ -310,26 +310,28 @@ class _Together:
         added: Tensor = _over_grid(of_one, [stacked, *self.leaves.values()])
         return added
 
-    def _is_traced(self, found: _Found) -> Bool[Tensor, "layer prompt"]:
+    def _is_traced(self, sequence: _FullSequence) -> Bool[Tensor, "layer prompt"]:
         """Say which blocks add what they added when they were traced."""
         step = self._stack(lambda block: block.step)
         differs = is_another_step(
-            found.Y[:, :, self.t],
+            sequence.Y[:, :, self.t],
             step[:, :, self.t],
             self.X[:, :, self.t],
             self.first.rounding_of_step,
         )
         return ~differs
 
-    def _is_autograds(self, found: _Found) -> Bool[Tensor, ""]:
+    def _is_autograds(self, sequence: _FullSequence) -> Bool[Tensor, ""]:
         """Say whether the first block's own backward pass gives the same: nobody changed
         a gradient.
         """
-        own = self.first.reference(self.t).rows
-        u = self.u.expand_as(own)
-        return is_same_product(found.rows[0, 0], own, own.norm(), u).all()
+        rows = self.first.reference(self.t).rows
+        u = self.u.expand_as(rows)
+        return is_same_product(sequence.rows[0, 0], rows, rows.norm(), u).all()
 
-    def _slopes_converge(self, found: _Found) -> Bool[np.ndarray, " layer_prompt"]:
+    def _slopes_converge(
+        self, sequence: _FullSequence
+    ) -> Bool[np.ndarray, " layer_prompt"]:
         """Say which blocks change as their derivatives predict (`slopes`).
 
         The first moves are computed with the streams far out.
@@ -340,7 +342,7 @@ class _Together:
             random_direction(row[0].layer, 0, row[0].X) for row in self.blocks
         ]
         V = size * torch.stack(directions).to(X)[:, None]
-        y = found.Y[:, :, self.t]
+        y = sequence.Y[:, :, self.t]
         far = far_stream(X)
 
         def deviations(moves: list[float]) -> Tensor:
@@ -353,16 +355,18 @@ class _Together:
                 self.far_out = FarOut.numbers(added[:, :, -1] + far, far)
             change = added[:, :, : len(moves), self.t] - y[:, :, None]
             moved_by = moved - X[:, :, None]
-            predicted = (moved_by * found.rows[:, :, None]).sum((-2, -1))
+            predicted = (moved_by * sequence.rows[:, :, None]).sum((-2, -1))
             return (change @ self.u - predicted).flatten(0, 1).mT
 
-        scale = (found.rows * size).flatten(-2).norm(dim=-1)
+        scale = (sequence.rows * size).flatten(-2).norm(dim=-1)
         magnitude = X[:, :, self.t].norm(dim=-1) + y.norm(dim=-1)
         return converges(deviations, scale.flatten(), magnitude.flatten())
 
     # The token alone
 
-    def _recorded(self, found: _Found, is_apart: bool) -> tuple[Tensor, Tensor]:
+    def _recorded(
+        self, sequence: _FullSequence, is_apart: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return `f(X)[t]` and its Jacobian, of all, from a record of the first."""
         block, t = self.first, self.t
         context = block.context_of(t)
@@ -376,8 +380,8 @@ class _Together:
         dim, looks_ahead = block.call.position_dim, block.looks_ahead(t)
 
         def of_one(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-            *others, K, V = tensors
-            values = dict(zip(ids, others, strict=True))
+            *leaves, K, V = tensors
+            values = dict(zip(ids, leaves, strict=True))
             x = values[id(block.X)][t]
             values[id(graph.inputs[0])] = x
             for rows, traced in zip((K, V), context, strict=True):
@@ -385,22 +389,24 @@ class _Together:
             operations, (y,) = graph.repeated(values)
             return y, jacobian_of_operations(operations, x, y)
 
-        streams = [_Stacked(each, 0, 0) for each in (self.X, *found.keys_and_values)]
+        streams = [
+            _Stacked(stream, 0, 0) for stream in (self.X, *sequence.keys_and_values)
+        ]
         with torch.no_grad():
             y, J = _over_grid(of_one, [*self.leaves.values(), *streams])
         return y, J
 
     def _agrees(
-        self, found: _Found, y: Tensor, J: Tensor
+        self, sequence: _FullSequence, y: Tensor, J: Tensor
     ) -> Bool[Tensor, "layer prompt"]:
         """Say which blocks have the value and the product of their full sequence."""
         is_product = is_same_product(
             self.u @ J,
-            found.rows[:, :, self.t],
-            found.rows.flatten(-2).norm(dim=-1),
+            sequence.rows[:, :, self.t],
+            sequence.rows.flatten(-2).norm(dim=-1),
             self.u,
         )
-        value = found.Y[:, :, self.t]
+        value = sequence.Y[:, :, self.t]
         return is_product & is_same_value(y, value, self.X[:, :, self.t])
 
     # Tensors of all

@@ -16,6 +16,7 @@ from tl_coupling.blocks import (
     FrozenFunction,
     Path,
     Trace,
+    is_out_of_memory,
     jacobians_together,
 )
 from tl_coupling.jacobians.connections import (
@@ -218,10 +219,10 @@ def jacobians_together_of(
         chunk_size, function: as in `block_jacobian`.
     """
     for start in range(0, len(connections), n_together):
-        some = connections[start : start + n_together]
-        blocks = [[trace.blocks[c.layer] for trace in traces] for c in some]
-        jacobians = jacobians_together(blocks, some[0].output_position)
-        for connection, of_prompts in zip(some, jacobians, strict=True):
+        neighbours = connections[start : start + n_together]
+        blocks = [[trace.blocks[c.layer] for trace in traces] for c in neighbours]
+        jacobians = _together_in_memory(blocks, neighbours[0].output_position)
+        for connection, of_prompts in zip(neighbours, jacobians, strict=True):
             for trace, J in zip(traces, of_prompts, strict=True):
                 if J is None:
                     yield from jacobians_of(
@@ -229,6 +230,27 @@ def jacobians_together_of(
                     )
                 else:
                     yield Computed(connection, J, TOGETHER)
+
+
+def _together_in_memory(
+    blocks: Sequence[Sequence[BlockFunction]], t: int
+) -> list[list[Tensor | None]]:
+    """Return `jacobians_together` of blocks; of half of them at a time where memory runs
+    out, and of a single one none.
+    """
+    try:
+        return jacobians_together(blocks, t)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    # Here nothing holds the tensors that filled the memory.
+    if len(blocks) == 1:
+        return [[None] * len(row) for row in blocks]
+    half = len(blocks) // 2
+    return [
+        *_together_in_memory(blocks[:half], t),
+        *_together_in_memory(blocks[half:], t),
+    ]
 
 
 def measured(block: BlockFunction, function: AnyFunction) -> BlockFunction:

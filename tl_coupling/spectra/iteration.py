@@ -53,7 +53,7 @@ class _Spaces(NamedTuple):
 
     places: list[int]
     steps: list[int]
-    spaces: Float[Tensor, "some d_in width"]
+    bases: Float[Tensor, "some d_in width"]
 
 
 # It yields spaces, and is told which matrices need no others.
@@ -124,21 +124,21 @@ def _triplets_in(
     results: list[Triplets | None] = [None] * n
     n_tried = [0] * n
     try:
-        found = next(search)
+        spaces = next(search)
         while True:
             finished = []
-            V = torch.linalg.qr(found.spaces.double()).Q
-            some = _some(J, found.places, n)
-            if isinstance(some, Tensor):
-                some = some.double()
-            triplets = _rayleigh_ritz(some, V, k, found.steps, tolerance)
-            for place, (of_one, is_right) in zip(found.places, triplets, strict=True):
+            V = torch.linalg.qr(spaces.bases.double()).Q
+            matrices = _subset(J, spaces.places, n)
+            if isinstance(matrices, Tensor):
+                matrices = matrices.double()
+            triplets = _rayleigh_ritz(matrices, V, k, spaces.steps, tolerance)
+            for place, (of_one, is_right) in zip(spaces.places, triplets, strict=True):
                 n_tried[place] += 1
                 if is_right:
                     results[place] = of_one
                 if is_right or of_one is None or n_tried[place] == 2:
                     finished.append(place)
-            found = search.send(finished)
+            spaces = search.send(finished)
     except StopIteration:
         return results
 
@@ -219,10 +219,10 @@ def _krylov_spaces(
         due = [i for i, next_check in enumerate(next_checks) if steps >= next_check]
         if not due:
             continue
-        squares, ritz_vectors = _descending_eigh(_some(T, due, len(places)))
+        squares, ritz_vectors = _descending_eigh(_subset(T, due, len(places)))
         of_last = ritz_vectors[:, -width:, :k]
         residuals = torch.linalg.vector_norm(
-            _some(R, due, len(places)) @ of_last, dim=-2
+            _subset(R, due, len(places)) @ of_last, dim=-2
         )
         errors = residuals / squares[:, :k].sqrt() / squares[:, :1].sqrt()
         # One reading for all that is decided.
@@ -242,7 +242,7 @@ def _krylov_spaces(
                 next_checks[i] = steps + max(1, fall)
         if converged:
             of_converged = [due[place_in_due] for place_in_due in converged]
-            spaces = _some(basis, of_converged, len(places)) @ _some(
+            spaces = _subset(basis, of_converged, len(places)) @ _subset(
                 ritz_vectors[..., :n_ritz_vectors], converged, len(due)
             )
             finished = yield _Spaces(
@@ -252,7 +252,7 @@ def _krylov_spaces(
         if dropped:
             kept = [i for i in range(len(places)) if i not in dropped]
             J, block, basis, T = (
-                _some(part, kept, len(places)) for part in (J, block, basis, T)
+                _subset(part, kept, len(places)) for part in (J, block, basis, T)
             )
             places = [places[i] for i in kept]
             next_checks = [next_checks[i] for i in kept]
@@ -303,7 +303,7 @@ def _filtered_spaces(
         if not states:
             return
         square, V, images = (
-            _some(part, list(filters), len(numbers)) for part in (square, V, images)
+            _subset(part, list(filters), len(numbers)) for part in (square, V, images)
         )
         block = _apply_filters(square, V, images, list(filters.values()))
         last = []
@@ -318,10 +318,12 @@ def _filtered_spaces(
             finished = yield _Spaces(
                 [states[i].place for i in last],
                 [states[i].steps for i in last],
-                _some(block, last, len(states)),
+                _subset(block, last, len(states)),
             )
             kept = [i for i, state in enumerate(states) if state.place not in finished]
-            square, block = (_some(part, kept, len(states)) for part in (square, block))
+            square, block = (
+                _subset(part, kept, len(states)) for part in (square, block)
+            )
             states = [states[i] for i in kept]
 
 
@@ -391,8 +393,10 @@ def _apply_filters(
 
     `images` are `JᵀJ V`.
     """
-    cuts = torch.tensor([[[one.cut]] for one in filters], dtype=V.dtype).to(V.device)
-    degrees = [one.degree for one in filters]
+    cuts = torch.tensor([[[chebyshev.cut]] for chebyshev in filters], dtype=V.dtype).to(
+        V.device
+    )
+    degrees = [chebyshev.degree for chebyshev in filters]
     previous = V
     block = torch.addcmul(-V, images, 2 / cuts)
     result = block
@@ -505,7 +509,7 @@ def triplets_of_products(J: Products, k: int, tolerance: float) -> Triplets | No
     return triplets
 
 
-def _some(part: Any, places: Sequence[int], n: int) -> Any:
+def _subset(part: Any, places: Sequence[int], n: int) -> Any:
     """Return some of n matrices; all as they are."""
     if isinstance(part, Products) or len(places) == n:
         return part
