@@ -28,6 +28,7 @@ from tl_coupling.blocks import gate
 from tl_coupling.jacobians import Computed, Request, decomposed, fill_pairs
 from tl_coupling.jacobians.budget import (
     DEFAULT_OPTIONS,
+    Batch,
     Budget,
     JacobianOptions,
     MapSizes,
@@ -526,3 +527,30 @@ def test_a_survey_of_a_streamed_model_that_is_killed_resumes(
         undisturbed = xarray.load_dataset(tmp_path / "whole" / f"{unit.key}.nc")
         assert resumed.equals(undisturbed)
         assert '"memory": "stream"' in resumed.attrs["provenance"]
+
+
+def test_a_batch_keeps_to_its_number_and_to_the_memory(tiny_trace) -> None:
+    def batch(n_connections: int = 2, **options: object) -> tuple[int, int]:
+        return Batch.that_fits(
+            tiny_trace,
+            n_connections,
+            JacobianOptions(**options),  # type: ignore[arg-type]
+        )
+
+    # On a CPU one by one, unless it is asked for.
+    assert batch() == (1, 1)
+    assert batch(max_memory="1TB") == (1, 1)
+    assert batch(batch=1) == (1, 1)
+    assert batch(batch=2) == (2, 1)
+    assert batch(batch=7) == (2, 3)
+    assert batch(8, batch=7) == (7, 1)
+    assert batch(batch=7, max_memory="1TB") == (2, 3)
+    assert batch(batch=7, max_memory="1KB") == (1, 1)
+    sizes = [
+        batch(4, batch=40, max_memory=2**exponent).n_connections
+        * batch(4, batch=40, max_memory=2**exponent).n_prompts
+        for exponent in range(10, 40)
+    ]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (1, 40)
+    assert len(set(sizes)) > 3

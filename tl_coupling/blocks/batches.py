@@ -264,7 +264,7 @@ class _Together:
                 if not agrees or not far_out.passes_whole or far_out.stays_small:
                     continue
                 Y, rows = sequence.Y[layer, prompt], sequence.rows[layer, prompt]
-                block.references[self.t] = Reference(Y[self.t], self.u, rows)
+                block.keep_reference(self.t, Reference(Y[self.t], self.u, rows))
                 block.far_out = far_out
                 results[layer][prompt] = J[layer, prompt]
         return results

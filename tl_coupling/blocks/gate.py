@@ -161,6 +161,12 @@ class CheckedBlock(EvaluatedBlock):
             self.references.update(self._checked_references(sorted(missing)))
         self.remark_on_norms()
 
+    def keep_reference(self, t: int, reference: Reference) -> None:
+        """Keep a reference that was made, and checked, beside those of other blocks."""
+        if len(self.references) >= _MOST_REFERENCES:
+            self.references.clear()
+        self.references[t] = reference
+
     def span_reference(self, positions: range) -> SpanReference:
         """Return the references of neighbouring positions as one.
 

@@ -1,5 +1,6 @@
 """What a comparison needs in memory, and how it keeps within a limit."""
 
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -298,17 +299,15 @@ class Batch(NamedTuple):
 
         Prompts share weights, blocks do not: as many blocks as there are come first.
         """
-        if trace.is_streamed:
-            return cls()
-        if options.batch is not None:
-            n_prompts = max(1, options.batch // n_connections)
-            return cls(min(options.batch, n_connections), n_prompts)
         device = trace.blocks[0].X.device
-        if device.type == "cpu":
+        if trace.is_streamed or (options.batch is None and device.type == "cpu"):
             return cls()
-        memory: float = _SHARE * _free_memory(device)
+        most = options.batch or n_connections * MOST_PROMPTS
+        memory = math.inf
         if options.max_memory is not None:
             memory = n_bytes(options.max_memory)
+        elif options.batch is None:
+            memory = _SHARE * _free_memory(device)
         d = trace.d_model
         itemsize = trace.blocks[0].X.element_size()
         block = trace.blocks[0].call.module
@@ -316,13 +315,13 @@ class Batch(NamedTuple):
         of_block = 2 * itemsize * sum(p.numel() for p in block.parameters())
         width = max(4 * d, _widest(block))
         of_jacobian = itemsize * d * (_OF_SVD * d + _OF_BATCH * width)
-        n_that_fit = memory / (of_block + of_jacobian)
+        n_that_fit = min(most, memory / (of_block + of_jacobian))
         n_blocks = int(max(1, min(n_connections, n_that_fit)))
         if n_blocks < n_connections:
             return cls(n_blocks)
         left = memory - n_blocks * of_block
-        n_more = left / (n_blocks * of_jacobian)
-        return cls(n_blocks, int(max(1, min(MOST_PROMPTS, n_more))))
+        n_more = min(most // n_blocks, left / (n_blocks * of_jacobian))
+        return cls(n_blocks, int(max(1, n_more)))
 
 
 def _widest(block: nn.Module) -> int:
