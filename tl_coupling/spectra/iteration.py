@@ -35,7 +35,8 @@ _NOISE = 8
 _MOST_COLUMNS = 8
 
 
-class Triplets(NamedTuple):
+@dataclass(frozen=True)
+class Triplets:
     """What the iteration found of one matrix, in float64.
 
     Residuals are shares of σ_1, steps are products with `JᵀJ`.
