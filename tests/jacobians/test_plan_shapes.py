@@ -82,9 +82,8 @@ def test_auto_takes_the_method_that_was_measured_to_be_faster(name, shape):
     by_jacobians = seconds["jacobian"] + seconds["svd"]
     of_product = seconds["triplets"] / n_products(run)
     by_products = seconds["triplets"] + (N_PROBES + run["n_layers"] * k) * of_product
-    faster = "products" if by_products < by_jacobians else "jacobians"
-    assert faster == ("products" if shape == EXPERTS else "jacobians")
-    assert planned(name, run, k).cheaper == faster
+    assert by_jacobians < by_products
+    assert planned(name, run, k).cheaper == "jacobians"
 
 
 @pytest.mark.parametrize("shape", [shape for name, shape in RUNS if name == "gpu"])
@@ -92,11 +91,10 @@ def test_one_triplet_on_a_gpu_is_taken_as_it_was_measured(shape):
     run = RUNS["gpu", shape]
     seconds = run["seconds"]
     by_jacobians = seconds["jacobian"] + seconds["svd"]
-    # Without norms and the matrices A, which take more.
-    if shape != EXPERTS:
-        assert seconds["largest"] > by_jacobians
-    expected = "products" if shape == EXPERTS else "jacobians"
-    assert planned("gpu", run, 1).cheaper == expected
+    of_product = seconds["triplets"] / n_products(run)
+    by_products = seconds["largest"] + (N_PROBES + run["n_layers"]) * of_product
+    assert by_jacobians < by_products
+    assert planned("gpu", run, 1).cheaper == "jacobians"
 
 
 def test_the_largest_singular_values_of_a_small_model_are_taken_as_was_measured():
@@ -121,7 +119,7 @@ def test_rows_are_as_slow_as_was_measured():
         name: [round(pick(values), 1) for pick in (min, max)]
         for name, values in slowness.items()
     }
-    assert ranges == {"large_shapes": [7.6, 8.4], "gpu": [12.4, 35.1]}
+    assert ranges == {"large_shapes": [7.6, 8.4], "gpu": [10.4, 37.1]}
 
 
 @pytest.mark.parametrize("shape", [shape for name, shape in RUNS if name != "gpu"])

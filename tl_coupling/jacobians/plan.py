@@ -23,7 +23,7 @@ from tl_coupling.spectra import fitting_k, flops_of_svd, products_of_triplets
 
 # How much longer a flop takes in a row through a block's weights, which memory has to
 # give for every few rows, than in products of large matrices, at the peak. Of ten
-# triplets, committed by `benchmarks.gpu`: 7.6 to 8.4 on two cores, 12 to 35 on an H100.
+# triplets, committed by `benchmarks.gpu`: 7.6 to 8.4 on two cores, 10 to 37 on an H100.
 _SLOWNESS_OF_ROWS = 8.0
 _SLOWNESS_OF_ROWS_ON_GPU = 24.0
 # Tokens of a prompt that is not there yet.
@@ -177,7 +177,6 @@ def plan(
     budget = Budget.from_block(block, sizes, options)
     stages = planned.flops_by_stage(n_pos)
     row = stages.pop("row")
-    rows_of_jacobians = stages.pop("rows")
     before = {stage: stages[stage] for stage in ("trace", "gate")}
     n_triplets = min(k + 1, d)
     n_pairs = n_layers**2
@@ -194,7 +193,7 @@ def plan(
     rows_of_products = by_products["triplets"] + row * n_layers * k
     excess = planned.slowness_of_rows - 1
     time_by_products = sum(by_products.values()) + excess * rows_of_products
-    time_by_jacobians = sum(by_jacobians.values()) + excess * rows_of_jacobians
+    time_by_jacobians = sum(by_jacobians.values())
     return Plan(
         model=planned.name,
         n_layers=n_layers,
@@ -306,8 +305,7 @@ class _Planned:
     def flops_by_stage(self, n_pos: int) -> dict[str, float]:
         """Return the flops of all layers, by stage: "trace", "gate", "jacobians".
 
-        "row" is one row through all blocks' weights: a product with a Jacobian. "rows"
-        are those of "jacobians" that go through the weights.
+        "row" is one row through all blocks' weights: a product with a Jacobian.
         """
         flops_by_block = [
             _block_flops(block, self.cfg, self.d_model, n_pos) for block in self.blocks
@@ -404,7 +402,6 @@ class _StandardBlock:
             # The block on the token, and its tangents.
             "jacobians": attention + mlp + self._tangents(d, n_pos, is_parallel),
             "row": attention + mlp + 4.0 * n_pos * d_z,
-            "rows": 0.0,
         }
 
     def _tangents(self, d: int, n_pos: int, is_parallel: bool) -> float:
@@ -441,7 +438,7 @@ def _size_in(cfg: object, names: Sequence[str], default: int) -> int:
 def _block_flops(block: nn.Module, cfg: object, d: int, n_pos: int) -> dict[str, float]:
     """Return the flops of one block for one prompt and one token of it, by stage.
 
-    The stages are "trace", "gate" and "jacobians", as in `plan`, "row" and "rows".
+    The stages are "trace", "gate" and "jacobians", as in `plan`, and "row".
     """
     sizes = _StandardBlock.from_block(block, cfg, d)
     if sizes is None:
@@ -458,8 +455,7 @@ def _unknown_block_flops(block: nn.Module, d: int, n_pos: int) -> dict[str, floa
     return {
         "trace": n_pos * row + score_products,
         "gate": 4 * n_pos * row + 5 * score_products,
-        # One backward pass of one row for each row of J.
+        # By products of large matrices; of experts, of those alone that the token meets.
         "jacobians": d * row,
         "row": row + 4.0 * n_pos * d,
-        "rows": d * row,
     }
