@@ -12,7 +12,7 @@ block's own checks, by its own backward pass.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -99,8 +99,8 @@ def _remark_on_failure(block: BlockFunction, error: Exception) -> None:
     )
 
 
-def _kinds(blocks: Grid) -> Iterator[tuple[list[int], list[Graph]]]:
-    """Yield the layers of blocks that are computed together, with their graphs."""
+def _kinds(blocks: Grid) -> list[tuple[list[int], list[Graph]]]:
+    """Return the layers of blocks that are computed together, with their graphs."""
     kinds: list[tuple[list[int], list[Graph]]] = []
     for layer, row in enumerate(blocks):
         graph = None
@@ -116,7 +116,7 @@ def _kinds(blocks: Grid) -> Iterator[tuple[list[int], list[Graph]]]:
                 break
         else:
             kinds.append(([layer], [graph]))
-    yield from kinds
+    return kinds
 
 
 def _graph(block: BlockFunction) -> Graph:
@@ -338,10 +338,8 @@ class _Together:
         """
         X = self.X
         size = X.norm(dim=-1, keepdim=True) / math.sqrt(X.shape[-1])
-        directions = [
-            random_direction(row[0].layer, 0, row[0].X) for row in self.blocks
-        ]
-        V = size * torch.stack(directions).to(X)[:, None]
+        # One direction for all: they are other functions.
+        V = size * random_direction(self.first.layer, 0, self.first.X).to(X)
         y = sequence.Y[:, :, self.t]
         far = far_stream(X)
 

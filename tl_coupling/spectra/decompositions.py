@@ -101,10 +101,15 @@ def svd(J: Float[Tensor, "*batch d_out d_in"], k: int | None = None) -> Spectrum
     shapes = [(d_out, n), (n,), (n, d_in), (n,), ()]
     parts = _map_matrices(partial(_decompose, k=n), J, shapes)
     U, S, Vh, residuals, steps = parts
+    # One after the other: a copy of all in float64 may not fit.
+    norms = [_norm(matrix) for matrix in J.detach().reshape(-1, d_out, d_in)]
+    norm = torch.stack(norms) if norms else J.new_empty(0, dtype=torch.float64)
     way = ""
     if _pays((d_out, d_in), n):
         way = _FILTER if _forms_square(rank, n) else _KRYLOV
-    return Spectrum(U, S, Vh, residuals, steps.int(), _norm(J.detach()), way=way)
+    return Spectrum(
+        U, S, Vh, residuals, steps.int(), norm.reshape(J.shape[:-2]), way=way
+    )
 
 
 @checked
@@ -299,13 +304,13 @@ def _forms_square(width: int, k: int) -> bool:
     return width <= _FORM_SQUARE * block_width(k)
 
 
-def _norm(J: Float[Tensor, "*batch d_out d_in"]) -> Float[Tensor, "*batch"]:
-    """Return Frobenius norms, summed in float64.
+def _norm(J: Float[Tensor, "d_out d_in"]) -> Float[Tensor, ""]:
+    """Return the Frobenius norm, summed in float64.
 
-    As products: torch's own norm in another dtype takes three times as long.
+    As a product: torch's own norm in another dtype takes three times as long.
     """
-    entries = J.double().flatten(-2)
-    return torch.linalg.vecdot(entries, entries).sqrt()
+    entries = J.double().flatten()
+    return entries.dot(entries).sqrt()
 
 
 def _residuals(

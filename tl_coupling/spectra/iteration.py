@@ -148,7 +148,7 @@ def triplets_of_square(J: Float[Tensor, "d_out d_in"], k: int) -> Triplets | Non
     """Return the k largest singular triplets of J from all eigenvectors of `JᵀJ`, in
     float64; None where their residuals are not those that `svd` promises.
 
-    On a GPU that takes a fifth of a full SVD.
+    On a GPU that takes less than a full SVD.
     """
     exact = J.double()
     _, vectors = eigh(exact.mT @ exact)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from tl_coupling.spectra.parallel import parallel_map
 
-# Up to this width the CPU takes less for a matrix than cuSOLVER, which computes the
-# matrices of a batch one after the other (75 wide: .8 and 1.05 ms on an H100's host), and
-# has several cores.
+# Up to this width one core of a CPU takes less for a matrix than cuSOLVER, which computes
+# the matrices of a batch one after the other.
 _SMALL = 100
 
 
