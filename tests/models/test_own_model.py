@@ -36,7 +36,6 @@ def a_change(kind: str) -> Given:
     pytest.skip(f"no {kind} here: it needs another package")
 
 
-@pytest.mark.filterwarnings("ignore:measured by")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_change_of_each_kind_is_right_or_refused(kind: str) -> None:
     given = a_change(kind)
@@ -69,13 +68,20 @@ def oracle(model: nn.Module, layer: int = 1) -> torch.Tensor:
 
 def test_a_model_as_it_is_needs_no_word() -> None:
     trace = tlc.trace(tiny.huggingface_model("gpt2"), IDS)
-    assert trace.provenance["backend"] == "bridge"
+    assert trace.provenance["backend"] == "huggingface"
     assert trace.provenance["remarks"] == []
 
 
-def hooked_after(model: Any) -> Any:
-    """Return what is loaded of a model that gets a hook afterwards."""
+def loaded_folder(model: Any, folder: Path) -> Any:
+    """Return a TransformerBridge of a model's saved copy."""
+    model.save_pretrained(folder)
+    return tlc.load_model(str(folder))
+
+
+def test_a_hook_that_the_model_got_after_it_was_loaded_is_measured() -> None:
+    model = tiny.huggingface_model("llama")
     loaded = tlc.load_model(hf_model=model)
+    without = jacobian(loaded, layer=0)
     tiny.layers_of(model)[0].register_forward_hook(
         lambda _, __, output: (
             1.5 * output
@@ -83,27 +89,33 @@ def hooked_after(model: Any) -> Any:
             else (1.5 * output[0], *output[1:])
         )
     )
-    return loaded
-
-
-def test_a_hook_that_the_model_got_after_it_was_loaded_is_seen() -> None:
-    model = tiny.huggingface_model("llama")
-    loaded = hooked_after(model)
-    with pytest.warns(UserWarning, match=f"{OWN_MODULES}: in a TransformerBridge"):
-        measured = jacobian(loaded, layer=0)
+    trace = tlc.trace(loaded, IDS)
+    assert trace.provenance["hooks"] == ["model.layers.0"]
+    measured = tlc.block_jacobian(trace, 0)
     torch.testing.assert_close(measured, oracle(model, 0), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(measured, without, atol=1e-3)
 
 
-def test_hooks_of_a_bridge_are_never_lost() -> None:
-    """They are part of the bridge, which is what was given."""
+def test_blocks_that_were_replaced_since_the_last_trace_are_measured() -> None:
     model = tiny.huggingface_model("llama")
-    loaded = tlc.load_model(hf_model=model)
+    before = jacobian(model)
+    other = tiny.huggingface_model("llama", seed=1)
+    model.model.layers = other.model.layers
+    torch.testing.assert_close(jacobian(model), oracle(model), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(jacobian(model), before, atol=1e-3)
+
+
+def test_hooks_of_a_bridge_are_never_lost(tmp_path: Path) -> None:
+    """They are part of the bridge, which is what was given."""
+    loaded = loaded_folder(tiny.huggingface_model("llama"), tmp_path / "plain")
     without = jacobian(loaded)
     loaded.add_hook("blocks.1.hook_mlp_out", lambda z, hook: 0 * z)
     trace = tlc.trace(loaded, IDS)
     assert trace.provenance["hooks"] == ["blocks.1.hook_mlp_out"]
     assert not torch.allclose(tlc.block_jacobian(trace, 1), without, atol=1e-3)
-    hooked = hooked_after(tiny.huggingface_model("llama"))
+    not_causal = tiny.huggingface_model("llama")
+    not_causal.config.is_causal = False
+    hooked = loaded_folder(not_causal, tmp_path / "not causal")
     hooked.add_hook("blocks.1.hook_mlp_out", lambda z, hook: 0 * z)
     with pytest.raises(
         ValueError, match=r"has not the bridge's hooks \(blocks\.1\.hook"
@@ -111,19 +123,13 @@ def test_hooks_of_a_bridge_are_never_lost() -> None:
         tlc.trace(hooked, IDS)
 
 
-@pytest.mark.parametrize("source", ["in memory", "folder"])
 def test_a_bridge_whose_weights_were_changed_is_measured_as_it_is(
-    source: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """GPT-2's queries are a component of the bridge: the model that it was made of keeps
     its own.
     """
-    model = tiny.huggingface_model("gpt2")
-    if source == "folder":
-        model.save_pretrained(tmp_path)
-        loaded = tlc.load_model(str(tmp_path))
-    else:
-        loaded = tlc.load_model(hf_model=model)
+    loaded = loaded_folder(tiny.huggingface_model("gpt2"), tmp_path)
     before = jacobian(loaded)
     queries = loaded.blocks[1].attn.q.original_component
     queries.weight = nn.Parameter(3 * queries.weight.detach())
@@ -161,8 +167,7 @@ def test_a_body_without_a_head(architecture: str) -> None:
     """`AutoModel` makes them."""
     body = AutoModel.from_config(tiny.huggingface_model(architecture).config).eval()
     assert type(body).__name__ == BODIES[architecture]
-    with pytest.warns(UserWarning, match=OWN_MODULES):
-        trace = tlc.trace(body, IDS)
+    trace = tlc.trace(body, IDS)
     measured = tlc.block_jacobian(trace, 1)
     torch.testing.assert_close(measured, oracle(body), atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="gives none: load it with a language-model"):
@@ -172,16 +177,13 @@ def test_a_body_without_a_head(architecture: str) -> None:
 def test_a_classifier_of_texts() -> None:
     config = LlamaConfig(**tiny.CONFIGS["llama"], num_labels=3)
     model = AutoModelForSequenceClassification.from_config(config).eval()
-    with pytest.warns(UserWarning, match=OWN_MODULES):
-        measured = jacobian(model)
-    torch.testing.assert_close(measured, oracle(model), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(jacobian(model), oracle(model), atol=1e-5, rtol=1e-4)
 
 
 def test_a_configuration_that_names_no_class() -> None:
     model = tiny.huggingface_model("gemma2")
     model.config.architectures = None
-    trace = tlc.trace(model, IDS)
-    assert trace.provenance["backend"] == "bridge"
+    torch.testing.assert_close(jacobian(model), oracle(model), atol=1e-5, rtol=1e-4)
     assert model.config.architectures is None
 
 
@@ -212,15 +214,13 @@ def test_a_tokenizer_made_in_memory() -> None:
 
 
 def test_a_model_in_train_mode_is_measured_in_eval_mode_and_left_in_its_own() -> None:
-    """By its own modules too, whose blocks are called after the trace."""
+    """Its blocks are called after the trace."""
     model = tiny.huggingface_model("llama")
     expected = oracle(model)
     model.train()
     model.model.layers[1].self_attn.attention_dropout = 0.5
     model.model.layers[0].register_forward_hook(lambda *_: None)
-    with pytest.warns(UserWarning, match=f"{OWN_MODULES}: it has a hook"):
-        measured = jacobian(model)
-    torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(jacobian(model), expected, atol=1e-5, rtol=1e-4)
     assert all(part.training for part in model.modules())
 
 
@@ -241,10 +241,8 @@ def test_an_adapter_that_is_active_from_a_token_on_has_its_hooks_in_each_block()
     blocks = tiny.layers_of(model.get_base_model())
     trace = tlc.trace_modules(blocks, lambda: model(input_ids=ids))
     given = Given(model, {"input_ids": ids}, "activated LoRA")
-    with pytest.warns(UserWarning, match=OWN_MODULES):
-        own = tlc.trace(model, IDS)
-    with pytest.warns(UserWarning, match=OWN_MODULES):
-        assert verdict(given, random.Random(0)) == "right"
+    own = tlc.trace(model, IDS)
+    assert verdict(given, random.Random(0)) == "right"
     for t in (1, 5):
         J = tlc.block_jacobian(trace, 1, input_position=t, output_position=t)
         same = tlc.block_jacobian(own, 1, input_position=t, output_position=t)
@@ -271,10 +269,10 @@ def test_inputs_beside_the_tokens(inputs: dict[str, Any], message: str | None) -
     assert "\n" not in str(refusal.value)
 
 
-def test_interventions_are_on_the_model_that_is_measured() -> None:
+def test_interventions_are_on_the_model_that_is_measured(tmp_path: Path) -> None:
     model = tiny.huggingface_model("llama")
     model.config.is_causal = False
-    loaded = tlc.load_model(hf_model=model)
+    loaded = loaded_folder(model, tmp_path)
     with pytest.warns(UserWarning, match=OWN_MODULES):
         trace = tlc.trace(loaded, IDS)
     directions = tlc.directions.directions_of(trace, layer=0, k=1)

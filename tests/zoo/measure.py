@@ -69,8 +69,8 @@ class Finding:
 
 
 def measure(name: str, precision: str, own_modules: bool = False) -> Finding:
-    """Build the architecture, measure it, and say what came of it; HuggingFace's
-    `own_modules` as they are, or in a bridge.
+    """Build the architecture, measure it, and say what came of it: the HuggingFace model
+    by its `own_modules`, or a bridge around it.
     """
     dtype = DTYPES[precision]
     inputs = _inputs(name, dtype)
@@ -90,7 +90,7 @@ def measure(name: str, precision: str, own_modules: bool = False) -> Finding:
         )
     try:
         if own_modules and name not in HOOKED:
-            trace = _trace_of_modules(original, path, inputs)
+            trace = tlc.trace(original, next(iter(inputs.values())))
         else:
             trace = tlc.trace(model, next(iter(inputs.values())))
         return _compare(trace, original, path, inputs, precision)
@@ -103,11 +103,6 @@ def measure(name: str, precision: str, own_modules: bool = False) -> Finding:
                 "does not run", sentence=f"the model itself raises {finding.sentence}"
             )
         return finding
-
-
-def _trace_of_modules(model: Any, path: str, inputs: dict[str, Any]) -> tlc.Trace:
-    blocks = list(model.get_submodule(path))
-    return tlc.trace_modules(blocks, lambda: model(**inputs))
 
 
 def _runs(model: Any, inputs: dict[str, Any]) -> bool:

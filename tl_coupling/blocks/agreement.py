@@ -25,7 +25,7 @@ from tl_coupling.blocks.forward_passes import ForwardPass, read_together
 from tl_coupling.blocks.gate import SHARE_OF_STREAM, TOLERANCE, is_within
 from tl_coupling.blocks.hooks import hooks_of_user, without_hooks_of_user
 from tl_coupling.blocks.recording import recorded_pass
-from tl_coupling.models import MadeOf, ModelInput, OwnModel, facts_of
+from tl_coupling.models import MadeOf, ModelInput, facts_of
 
 # So many of the last rows have their logits compared.
 _N_ROWS = 2
@@ -64,10 +64,6 @@ def measured_pass(
     known, one of that model too, and a few rows through the bridge's unembedding; one
     more of the blocks of both where weights are in 16 bits.
     """
-    if isinstance(model, OwnModel):
-        forward_pass = recorded_pass(model, model_input, dtype)
-        remark = None if model.reason is None else _OWN_MODULES.format(model.reason)
-        return MeasuredPass(model, forward_pass, remark)
     made_of = facts_of(model).made_of
     if made_of is None:
         return MeasuredPass(model, recorded_pass(model, model_input, dtype))
@@ -145,7 +141,7 @@ class _BesideItsModel:
 
         own_model = self._made_of.own_model
         with shared_changes(own_model.register_forward_hook(note)):
-            own_pass = recorded_pass(own_model, self._input, self._dtype, to_end=True)
+            own_pass = recorded_pass(own_model, self._input, self._dtype)
         logits = getattr(outputs[-1], "logits", None)
         return own_pass, logits if isinstance(logits, Tensor) else None
 

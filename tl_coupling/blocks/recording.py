@@ -11,7 +11,7 @@ from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.streamed import forward_pass_of
-from tl_coupling.models import ModelInput
+from tl_coupling.models import ModelInput, OwnModel, facts_of
 
 
 class _BlocksDone(Exception):
@@ -21,12 +21,13 @@ class _BlocksDone(Exception):
 
 
 def recorded_pass(
-    model: Any, model_input: ModelInput, dtype: torch.dtype, *, to_end: bool = False
+    model: Any, model_input: ModelInput, dtype: torch.dtype
 ) -> ForwardPass:
-    """Run the model on its input, up to its unembedding, and return what its blocks did.
+    """Run the model on its input and return what its blocks did.
 
-    It is run to the end where that is asked for. A streamed model runs in `dtype`, and
-    without its blocks.
+    TransformerLens's models run up to their unembedding. A HuggingFace model in memory
+    runs to the end: peft does not take its hooks away after an exception. A streamed
+    model runs in `dtype`, and without its blocks.
     """
 
     def until_unembedding() -> None:
@@ -35,6 +36,7 @@ def recorded_pass(
 
     with own_arithmetic(model, dtype), tails.runnable(model), shared_changes() as hooks:
         unembedding = getattr(model, "unembed", None)
+        to_end = isinstance(model, OwnModel) and not facts_of(model).is_streamed
         if isinstance(unembedding, nn.Module) and not to_end:
             # Before its weights are read.
             stop = unembedding.register_forward_pre_hook(_stop, prepend=True)

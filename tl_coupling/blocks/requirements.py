@@ -21,7 +21,7 @@ def check_one_stream(model: nn.Module) -> None:
     no random numbers.
     """
     if is_huggingface(model):
-        # `trace` puts a bridge around it, which is checked then.
+        # `trace` checks it as an `OwnModel`.
         return
     if not hasattr(model, "cfg"):
         raise TypeError(

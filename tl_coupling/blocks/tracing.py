@@ -35,8 +35,8 @@ from tl_coupling.models import (
     facts_of,
     is_huggingface,
     missing_head,
-    model_around,
     model_input,
+    own_model_of,
 )
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import INPUT_DIGEST, digest_of
@@ -79,9 +79,8 @@ def trace(
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode, or a HuggingFace
             model in memory (fine-tuned, with an adapter of peft), which is measured in
-            eval mode and left as it is; a bridge is put around its weights for each
-            call, so `load_model(hf_model=…)` once is faster for many. Measured as it
-            is: processed weights (`center_writing_weights`) raise a warning, because
+            eval mode by its own modules, and left as it is. Measured as it is:
+            processed weights (`center_writing_weights`) raise a warning, because
             they change the residual stream.
         prompt: text, a `Prompt`, or token ids (`[n_pos]` or `[1 n_pos]`), taken as they
             are; or what a tokenizer returns (`BatchEncoding`). One prompt, unpadded. For
@@ -121,7 +120,7 @@ def trace(
         True
     """
     if is_huggingface(model):
-        model = model_around(model, tokenizer)
+        model = own_model_of(model, tokenizer)
         check_one_stream(model)
     elif tokenizer is not None:
         raise ValueError(

@@ -61,6 +61,8 @@ class ModelFacts:
             as a run without the blocks has shown.
         made_of: what a bridge was made of, with which it is compared on each prompt;
             None where that is not known.
+        path_of_blocks: of the list of blocks of a HuggingFace model; None where nobody
+            has looked for it.
     """
 
     is_streamed: bool
@@ -70,6 +72,7 @@ class ModelFacts:
     has_final_norm: bool = False
     output_length: int | None = None
     made_of: MadeOf | None = None
+    path_of_blocks: str | None = None
 
 
 # Beside the models: nothing of a model is another after it was measured.

@@ -25,7 +25,7 @@ from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.hooked import load_hooked
-from tl_coupling.models.in_memory import model_around
+from tl_coupling.models.in_memory import own_model_of
 from tl_coupling.models.load_request import (
     UNTRAINED_SEED,
     Backend,
@@ -128,7 +128,7 @@ def load_model(
                 "`hf_model` is loaded already: no other argument goes with it but "
                 "`tokenizer` and `label`"
             )
-        return model_around(hf_model, tokenizer, label)
+        return own_model_of(hf_model, tokenizer, label)
     if name is None:
         raise ModelError("`name` is missing: give one, or `hf_model`")
     request = LoadRequest(

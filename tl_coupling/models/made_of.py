@@ -45,7 +45,7 @@ class MadeOf:
 
         Cost: reading the weights that the two do not share.
         """
-        own_model.know_blocks(_path_of_blocks(bridge, paths))
+        own_model.path_of_blocks = _path_of_blocks(bridge, paths)
         return cls(own_model, _states(bridge, own_model))
 
     def is_changed(self, bridge: nn.Module) -> bool:

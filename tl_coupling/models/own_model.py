@@ -1,8 +1,4 @@
-"""A HuggingFace model with its own modules: its own call, hooks and attention.
-
-Where a TransformerBridge would be another model than the one that was given, this one
-is measured.
-"""
+"""A HuggingFace model with its own modules: its own call, hooks and attention."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +36,6 @@ class OwnConfig:
         n_ctx: None, because a HuggingFace configuration says it.
         model_name: what results call it.
         architecture: its class.
-        attention_dir: "causal", or "bidirectional" where tokens see later ones.
         is_visual_model: whether it reads pixels.
     """
 
@@ -50,7 +45,6 @@ class OwnConfig:
     n_ctx: int | None
     model_name: str
     architecture: str
-    attention_dir: str
     is_visual_model: bool
 
 
@@ -63,8 +57,8 @@ class OwnModel(nn.Module):
     Attributes:
         original_model: the model that was given, or one of peft around it.
         tokenizer: of its texts; None where prompts are token ids.
-        is_copy: whether its modules are copies that nobody else has.
-        reason: why it is no bridge that is measured; None where nobody asked.
+        path_of_blocks: of the list of its blocks, in the model without a wrapper of
+            peft; None where it is looked for when it is needed.
     """
 
     def __init__(
@@ -72,21 +66,20 @@ class OwnModel(nn.Module):
         given: nn.Module,
         tokenizer: Any = None,
         name: str = "",
-        is_copy: bool = False,
+        path_of_blocks: str | None = None,
     ) -> None:
         super().__init__()
         self.original_model: Any = given
         self.tokenizer = tokenizer
-        self.reason: str | None = None
+        self.path_of_blocks = path_of_blocks
         self._name = name
-        self._is_copy = is_copy
         self.training = False
 
     def train(self, _mode: bool = True) -> "OwnModel":
         """Leave the given model in its mode: it is called in eval mode anyway."""
         return self
 
-    @cached_property
+    @property
     def blocks(self) -> nn.ModuleList:
         """The blocks, in the order in which they run.
 
@@ -95,17 +88,26 @@ class OwnModel(nn.Module):
         Raises:
             ModelError: it has no single stack of blocks.
         """
-        return residual_stack(self.original_model, self._try_out)
+        blocks = self._list_of_blocks()
+        if blocks is None:
+            self.path_of_blocks = path_of_residual_stack(self._inner, self._try_out)
+            blocks = self._inner.get_submodule(self.path_of_blocks)
+        return blocks
 
-    def know_blocks(self, path: str | None) -> None:
-        """Take the list at a path for the blocks, if there is one."""
-        inner = self.original_model
-        if hasattr(type(inner), "get_base_model"):
-            inner = inner.get_base_model()
-        part = inner.get_submodule(path) if path else None
-        if isinstance(part, nn.ModuleList):
-            # Not among the registered modules, which are those of the given model.
-            vars(self)["blocks"] = part
+    def _list_of_blocks(self) -> Any:
+        """Return the list where blocks are known to be; None where there is none."""
+        if self.path_of_blocks is None:
+            return None
+        try:
+            part = self._inner.get_submodule(self.path_of_blocks)
+        except AttributeError:
+            return None
+        return part if isinstance(part, nn.ModuleList) else None
+
+    @property
+    def _inner(self) -> Any:
+        """The model in which peft has put its adapters; any other as it is."""
+        return without_adapter_wrapper(self.original_model)
 
     @cached_property
     def cfg(self) -> OwnConfig:
@@ -121,7 +123,6 @@ class OwnModel(nn.Module):
             n_ctx=None,
             model_name=self._name,
             architecture=type(self.original_model).__name__,
-            attention_dir=self._attention_direction(),
             is_visual_model=reads_pixels,
         )
 
@@ -207,10 +208,9 @@ class OwnModel(nn.Module):
         dtype = next(self.original_model.parameters()).dtype
         return torch.zeros(1, n_channels, height, width, dtype=dtype, device=device)
 
-    def _attention_direction(self) -> str:
-        """Return whether the first token sees later ones, by two runs of the model."""
-        if self.original_model.main_input_name == "pixel_values":
-            return "bidirectional"
+    @cached_property
+    def reads_both_ways(self) -> bool:
+        """Whether the first token sees later ones, by two runs of the model."""
         first_rows: list[Tensor] = []
 
         def note(_: nn.Module, __: object, output: Any) -> None:
@@ -222,7 +222,7 @@ class OwnModel(nn.Module):
             self._try_out(ids)
             self._try_out(torch.cat([ids[:, :1], ids[:, 1:].flip(1)], dim=1))
         first, second = first_rows
-        return "causal" if torch.equal(first, second) else "bidirectional"
+        return not torch.equal(first, second)
 
     @cached_property
     def ln_final(self) -> nn.Module | None:
@@ -297,8 +297,15 @@ def _change_leaving(
     return output if changed is None else type(output)((changed, *output[1:]))
 
 
-def residual_stack(model: nn.Module, run: Callable[[], object]) -> nn.ModuleList:
-    """Return the list of modules that pass one stream from each to the next.
+def without_adapter_wrapper(model: nn.Module) -> nn.Module:
+    """Return the model in which peft has put its adapters; any other as it is."""
+    base = getattr(type(model), "get_base_model", None)
+    found: nn.Module = model if base is None else base(model)
+    return found
+
+
+def path_of_residual_stack(model: nn.Module, run: Callable[[], object]) -> str:
+    """Return the path of the list of modules that pass one stream from each to the next.
 
     Of lists within each other it is the outermost.
 
@@ -343,7 +350,7 @@ def residual_stack(model: nn.Module, run: Callable[[], object]) -> nn.ModuleList
     deep = {path: part for path, part in outermost.items() if len(part) > 1}
     chosen = deep or outermost
     if len(chosen) == 1:
-        return next(iter(chosen.values()))
+        return next(iter(chosen))
     problem = "has no list of modules that pass one residual stream on"
     if chosen:
         problem = f"has several stacks of blocks ({', '.join(chosen)})"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tl_coupling.arguments import check_text
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.loaded import config_of, context_length, is_bridge
+from tl_coupling.models.own_model import OwnModel
 
 _GIVE_IDS = "give the prompt as token ids"
 _ALREADY = (
@@ -98,7 +99,7 @@ def tokens_of(
                 "`prepend_bos=True`, but this model's tokenizer has no BOS token"
             )
         prefix = [tokenizer.bos_token_id]
-    if not _reads_both_ways(model):
+    if suffix and not _reads_both_ways(model):
         suffix = []
     # What is there twice is taken once: a chat template writes it, and the tokenizer
     # adds it. Ids alone do not tell: an unknown word may have that of the BOS token.
@@ -270,6 +271,8 @@ def _reads_both_ways(model: Any) -> bool:
         return False
     if getattr(model.cfg, "architecture", None) in MASKED_LM_ARCHITECTURES:
         return True
+    if isinstance(model, OwnModel):
+        return model.reads_both_ways
     return getattr(model.cfg, "attention_dir", "causal") == "bidirectional"
 
 
