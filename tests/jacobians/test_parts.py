@@ -83,6 +83,41 @@ def test_components_are_autograds_with_the_other_parts_held_constant(
         assert float(component.norm()) > 1e-2 * float(J.norm()), label
 
 
+# Queries that share keys as rows of one product, attention of torch's own function,
+# experts that write in place, latent keys, products without an axis for sequences.
+@pytest.mark.parametrize(
+    ("architecture", "attention"),
+    [
+        ("mistral", "sdpa"),
+        ("phi3", "sdpa"),
+        ("mixtral", "eager"),
+        ("mixtral", "sdpa"),
+        ("falcon", "eager"),
+        ("bloom", "eager"),
+        pytest.param("deepseek_v3", "eager", marks=tiny.LONG),
+        pytest.param("deepseek_v3", "sdpa", marks=tiny.LONG),
+        pytest.param("gpt_oss", "eager", marks=tiny.LONG),
+        pytest.param("llama4", "sdpa", marks=tiny.LONG),
+        pytest.param("jamba", "eager", marks=tiny.LONG),
+        pytest.param("granitemoehybrid", "sdpa", marks=tiny.LONG),
+    ],
+)
+def test_heads_of_huggingface_modules_are_those_of_a_bridge(
+    architecture: str, attention: str, tokenizer_folder: Path
+) -> None:
+    """Which has a hook point on each head."""
+    model = tiny.huggingface_model(architecture)
+    bridge = tiny.bridge(model, tokenizer_folder)
+    expected = tlc.block_parts(tlc.trace(bridge, tiny.TOKENS), LAYER)
+    if attention != model.config._attn_implementation:
+        model.set_attn_implementation(attention)
+    parts = tlc.block_parts(tlc.trace(model, tiny.TOKENS), LAYER)
+    assert parts.labels == expected.labels
+    J = expected.matrices.sum(0)
+    for label in parts.labels:
+        assert relative_error(parts[label], expected[label], J) < 5e-6, label
+
+
 def test_last_term_is_the_product_of_the_others(tiny_trace: tlc.Trace) -> None:
     parts = tlc.block_parts(tiny_trace, 0, position=3)
     attention = sum(parts[f"L0H{head}"] for head in range(4))

@@ -69,11 +69,13 @@ _CLASSES = _COMMON | _UNUSUAL
 COMMON = tuple(_COMMON)
 
 
+LONG = pytest.mark.long("one of many architectures")
+
+
 def in_tiers(architectures: Iterable[str]) -> list[Any]:
     """Return parameters of a test: unusual architectures are in the long tier."""
-    in_long_tier = pytest.mark.long("one of many architectures")
     return [
-        pytest.param(name, marks=in_long_tier) if name in _UNUSUAL else name
+        pytest.param(name, marks=LONG) if name in _UNUSUAL else name
         for name in architectures
     ]
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+BATCHED_PRODUCTS = (torch.bmm, Tensor.bmm)
+PRODUCTS_AND_SUMS = (torch.baddbmm, Tensor.baddbmm)
 
 
 class BlockError(RuntimeError):
@@ -57,7 +59,7 @@ class Context:
         self.before = before
         # The new keys, and then the new values, of the block that runs.
         self.seen: list[Tensor] = []
-        # How many of attention's two products kept rows apart.
+        # How many of attention's two products there were.
         self.n_products = 0
         # What attention's second product gave, once it did.
         self.attended: Tensor | None = None
@@ -188,13 +190,16 @@ class AttentionProducts(TorchFunctionMode):
     ) -> Any:
         """Replace attention's products, and call every other function as it is."""
         options = kwargs or {}
-        # Once it has met the keys and the values, attention has its factors.
+        # Once it has met the keys and the values, attention has its factors. Of a cache,
+        # it has the keys and values of all rows already.
         meets_rows = len(self.context.seen) < 2
-        # Of a cache, attention has the keys and values of all rows already.
-        is_apart = self.context.constant is not None and self.context.n_products == 0
         is_attention = func is nn.functional.scaled_dot_product_attention
-        if is_attention and (meets_rows or is_apart):
+        if is_attention and (meets_rows or self.context.n_products == 0):
             return self._attention(*args, **options)
+        if not meets_rows and func in BATCHED_PRODUCTS:
+            return self._batched_product(*args, **options)
+        if not meets_rows and func in PRODUCTS_AND_SUMS:
+            return self._product_and_sum(*args, **options)
         # Projections multiply by matrices of two axes.
         is_product = func in PRODUCTS and len(args) == 2
         if is_product and args[0].ndim == args[1].ndim == 4:
@@ -252,19 +257,39 @@ class AttentionProducts(TorchFunctionMode):
             attn_mask = allowed.tril(self.context.before)
         return self._product(_masked(scores, attn_mask).softmax(-1), values)
 
+    def _batched_product(self, input: Tensor, mat2: Tensor) -> Tensor:
+        """Return a product of heads without an axis for sequences, of which there is
+        one (BLOOM).
+        """
+        return self._product(input[None], mat2[None])[0]
+
+    def _product_and_sum(
+        self,
+        input: Tensor,
+        batch1: Tensor,
+        batch2: Tensor,
+        *,
+        beta: float = 1,
+        alpha: float = 1,
+    ) -> Tensor:
+        """Return such a product with what is added to it."""
+        return beta * input + alpha * self._batched_product(batch1, batch2)
+
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Return `left @ right`, with rows apart where they must be."""
         context = self.context
         part = context.n_products
         product = torch.matmul(left, right)
-        if context.constant is None or part == len(context.seen):
+        if part == len(context.seen):
             return product
         context.n_products += 1
-        rows = {context.before: context.seen[part]}
-        for place, keys_and_values in context.others.items():
-            rows[place] = keys_and_values[part]
-        for place, row in rows.items():
-            product = product + self._change(left, right, place, row, context.constant)
+        if context.constant is not None:
+            rows = {context.before: context.seen[part]}
+            for place, keys_and_values in context.others.items():
+                rows[place] = keys_and_values[part]
+            for place, row in rows.items():
+                change = self._change(left, right, place, row, context.constant)
+                product = product + change
         if part == 1:
             context.attended = product
         return product
@@ -283,7 +308,9 @@ class AttentionProducts(TorchFunctionMode):
         if self.context.dim != -2:
             row = row.transpose(1, 2)
         n_heads = left.shape[1]
-        if n_heads % row.shape[1]:
+        is_value = self.context.n_products == 2
+        d_head = right.shape[-1] if is_value else left.shape[-1]
+        if n_heads % row.shape[1] or row.shape[-1] != d_head:
             raise BlockError(
                 "keys or values are changed between the cache and the attention's "
                 "products"
@@ -293,7 +320,7 @@ class AttentionProducts(TorchFunctionMode):
         if n_sharing > 1:
             row = row[:, :, None].expand(-1, -1, n_sharing, -1, -1).flatten(1, 2)
         zero = row - constant(row)
-        if self.context.n_products == 2:
+        if is_value:
             return constant(left[..., place : place + 1]) * zero
         scores = (constant(left) * zero).sum(-1, keepdim=True)
         n_after = right.shape[-1] - 1 - place

@@ -467,13 +467,15 @@ class BlockFunction(CheckedBlock):
     ) -> Iterator[Way[Components]]:
         """Yield every way to the components of `J_{tt}`, the cheapest first."""
         arguments = (t, chunk_size)
-        yield "token_local_recorded", partial(self._recorded_components, t)
+        for is_apart in (True, False):
+            evaluate = partial(self._recorded_components, t, is_apart)
+            yield "token_local_recorded", evaluate
         yield "token_local", partial(self._token_local_components, *arguments)
         yield "full_sequence", partial(self._full_sequence_components, *arguments)
 
-    def _recorded_components(self, t: int) -> Evaluated[Components]:
+    def _recorded_components(self, t: int, is_apart: bool) -> Evaluated[Components]:
         """Evaluate from the record of the block's operations on one row."""
-        recorded = self._record([t], t, is_apart=True)
+        recorded = self._record([t], t, is_apart)
         return recorded.y, recorded_components(recorded)
 
     def _token_local_components(

@@ -210,6 +210,9 @@ class Recorded:
                 run = torch.func.functionalize(lambda *x: function(*x, record))
                 y = run(*inputs)
         self._middle = middle()
+        if self._middle is not None and torch._is_functional_tensor(self._middle):
+            # functionalize wraps what was noted.
+            self._middle = torch._from_functional_tensor(self._middle)
         self._pushforward = _Pushforward(record.operations, inputs, self._middle)
         self.inputs = self._pushforward.inputs
         self.tangent = self._pushforward.tangent_of(y)
@@ -226,13 +229,16 @@ class Recorded:
 
     @property
     def n_heads(self) -> int | None:
-        """The heads `[batch head pos d_head]` of the value on the way, if they are those
-        of what goes through the next product.
+        """How many heads the value on the way has, if they are those of what goes through
+        the next product.
+
+        It is that of one row, `[1 n_heads 1 d_head]`, or has queries that share keys as
+        rows, `[1 n_groups n_sharing d_head]`.
         """
         base = self.after_middle
         if self._middle is None or base is None or base.n != self._middle.numel():
             return None
-        return self._middle.shape[1]
+        return self._middle.numel() // self._middle.shape[-1]
 
     @torch.no_grad()
     def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
