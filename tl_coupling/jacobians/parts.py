@@ -184,7 +184,7 @@ def _refusal(block: BlockFunction, position: int) -> ValueError:
         )
     return ValueError(
         f"layer {block.layer}: the block has no attention and MLP that can be told apart "
-        "(one attention that writes to the stream, with TransformerLens' hook_z or as a "
-        "module of its own, and an MLP beside or after it): take its whole Jacobian from "
-        "`block_jacobian`"
+        "(one attention that writes to the stream, as two products q Kᵀ and P V or with "
+        "TransformerLens' hook_z, and an MLP beside or after it): take its whole Jacobian "
+        "from `block_jacobian`"
     )

@@ -69,9 +69,9 @@ def load_model(
             nothing is downloaded), a HuggingFace hub name, a local folder in
             HuggingFace format, or a GGUF file.
         hf_model: in place of a name, a HuggingFace model in memory: fine-tuned, with an
-            adapter of peft, quantised by its own library. The model that is returned
-            has its weights, and its modules stay as they are. No other argument goes
-            with it but `tokenizer` and `label`.
+            adapter of peft, quantised by its own library. What is returned calls it by
+            its own modules, which stay as they are. No other argument goes with it but
+            `tokenizer` and `label`.
         tokenizer: of `hf_model`; without it, prompts are token ids.
         checkpoint: a training step (`int`) or a hub revision (`str`), for hub models
             that published theirs.
