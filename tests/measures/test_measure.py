@@ -16,8 +16,10 @@ from tl_coupling.measures import (
     measure_of,
     measured_in,
     measures_at_every_k,
+    measures_of_map,
     null_name,
 )
+from tl_coupling.measures import measure as measure_module
 
 D = 8
 
@@ -50,9 +52,13 @@ def pairs() -> tuple[torch.Tensor, torch.Tensor]:
     return A, torch.linalg.svdvals(J_1)
 
 
-def test_every_measure_at_every_k_is_the_loop_over_corners(pairs):
+@pytest.mark.parametrize("rows_at_once", [1, 2])
+def test_every_measure_at_every_k_is_the_loop_over_corners(
+    pairs, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+):
     A, S = pairs
-    values = measures_at_every_k(A, S[:, None])
+    monkeypatch.setattr(measure_module, "_MOST_ENTRIES", rows_at_once * A[0].numel())
+    values = measures_of_map(A, S)
     assert values.shape == (len(MEASURES), D, 2, 3)
     for k, i, j in np.ndindex(D, 2, 3):
         corner = A[i, j, : k + 1, : k + 1].numpy()

@@ -27,7 +27,7 @@ from tl_coupling.measures import (
     Null,
     Orientation,
     measure_named,
-    measures_at_every_k,
+    measures_of_map,
     nulls_at_every_k,
     random_subspace_null,
     rotation_null,
@@ -512,9 +512,7 @@ class CouplingMap(Saved):
 
     def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
         """Return each of `_TABULATED`, of every pair at every k."""
-        rows = zip(self.matrices, self.singular_values, strict=True)
-        # `[n_measures k n_cols]` of each row; rows become the third axis.
-        values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
+        values = measures_of_map(self.matrices, self.singular_values)
         nulls = nulls_at_every_k(
             self.singular_values.cpu(), self.frobenius_norms.cpu(), self.d_model
         )

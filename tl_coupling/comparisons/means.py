@@ -17,7 +17,7 @@ from tl_coupling.measures import (
     MeasureName,
     Null,
     measure_named,
-    measures_at_every_k,
+    measures_of_map,
     nulls_at_every_k,
 )
 from tl_coupling.results import (
@@ -459,9 +459,7 @@ def _averaged(result: CouplingMap) -> dict[str, Tensor]:
             "mean_over_pairs": result.means[..., is_counted].nanmean(-1),
             "nulls": result.nulls,
         }
-    # Row by row: one J_1 has one set of singular values for all columns.
-    rows = zip(result.matrices, result.singular_values, strict=True)
-    values = torch.stack([measures_at_every_k(A, S_1) for A, S_1 in rows], 2)
+    values = measures_of_map(result.matrices, result.singular_values)
     nulls_of_rows = nulls_at_every_k(
         result.singular_values.cpu(), result.frobenius_norms.cpu(), result.d_model
     )

@@ -34,6 +34,7 @@ from tl_coupling.measures.measure import (
     measure_of,
     measured_in,
     measures_at_every_k,
+    measures_of_map,
     null_name,
 )
 from tl_coupling.measures.nulls import (

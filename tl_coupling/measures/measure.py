@@ -30,6 +30,9 @@ from tl_coupling.measures.matrices import (
 )
 from tl_coupling.measures.moments import Moments
 
+# Entries of the matrices whose measures are computed at once (float64: 32 MiB).
+_MOST_ENTRIES = 2**22
+
 MeasureName = Literal[
     "coupling",
     "normalized_miscoupling",
@@ -393,6 +396,20 @@ def measures_at_every_k(
     values = [measure.corner_values(corners) for measure in MEASURES.values()]
     # The axis of k stands last in each, and second in the result.
     return torch.stack(values).movedim(-1, 1)
+
+
+def measures_of_map(
+    matrices: Float[Tensor, "row col k k"], singular_values: Float[Tensor, "row n"]
+) -> Float[Tensor, "n_measures k row col"]:
+    """Return `measures_at_every_k` of every pair, given the singular values of each
+    row's Jacobian.
+
+    As many rows at a time as keep what is computed on the way small.
+    """
+    n_together = max(1, _MOST_ENTRIES // matrices[0].numel())
+    S_1 = singular_values[:, None]
+    rows = zip(matrices.split(n_together), S_1.split(n_together), strict=True)
+    return torch.cat([measures_at_every_k(A, S) for A, S in rows], 2)
 
 
 def _corners(
