@@ -18,11 +18,12 @@ from tl_coupling.comparisons import decomposed_layers, depth_maps
 from tl_coupling.jacobians import (
     Connection,
     Decomposed,
+    JacobianOptions,
     caching_trace,
     couple,
     decompose,
+    decompose_sides,
     decomposed,
-    passing,
 )
 
 pytestmark = pytest.mark.both_lines
@@ -146,15 +147,19 @@ def test_what_is_not_kept_says_so(tiny_trace: tlc.Trace) -> None:
         of_layers.jacobian(0)
 
 
-def test_passing_jacobians_are_those_of_the_layers(tiny_trace: tlc.Trace) -> None:
+def test_rows_in_passing_are_those_of_the_layers(tiny_trace: tlc.Trace) -> None:
     connections = [Connection(layer, LAST, LAST, LAST) for layer in (1, 0)]
-    of_layers = passing(tiny_trace, connections, dtype=torch.float64)
-    parts = list(of_layers.parts())
-    J = tlc.block_jacobians(tiny_trace, [1, 0], function="branches").double()
-    assert torch.equal(torch.cat([part.J for part in parts]), J)
-    S = torch.cat([part.singular_values for part in parts])
+    columns = connections[:1]
+    options = JacobianOptions()
+    in_passing, _ = decompose_sides(tiny_trace, connections, columns, K, options)
+    rows = list(in_passing)
+    J = tlc.block_jacobians(tiny_trace, [1, 0], function="branches")
+    assert torch.equal(torch.cat([row.J for row in rows]), J)
+    S = torch.cat([row.singular_values for row in rows])
     torch.testing.assert_close(S, torch.linalg.svdvals(J))
-    assert len(of_layers.paths) == len(connections)
+    norms = torch.cat([row.frobenius_norms for row in rows])
+    torch.testing.assert_close(norms, torch.linalg.matrix_norm(J))
+    assert [list(row.paths) for row in rows] == [[str(c)] for c in connections]
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -170,7 +175,7 @@ def test_coupling_matrices_are_those_of_the_formula(
     J_rows = J_columns if rows_are_columns else rng.standard_normal((5, d, d))
     columns = decomposed_from(J_columns, k)
     rows = columns if rows_are_columns else decomposed_from(J_rows, k)
-    coupled = couple(rows, columns, (orientation,))
+    coupled = couple(rows.connections, rows.rows(), columns, (orientation,))
     A = coupled.matrices[orientation].numpy()
     assert A.shape == (len(J_rows), len(J_columns), k, k)
     for column, J_2 in enumerate(J_columns):

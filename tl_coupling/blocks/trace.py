@@ -44,8 +44,9 @@ class Trace:
     final_norm: bool
     provenance: dict[str, Any]
     pixels: Float[Tensor, "1 channels height width"] | None = None
-    # Of `jacobians.caching_trace`; a trace that was just made has none.
-    jacobian_cache: object = field(default=None, init=False, repr=False)
+    # A `JacobianCache`, of a room above this one, in what `jacobians.caching_trace`
+    # returns; a trace that was just made has none.
+    jacobian_cache: Any = field(default=None, init=False, repr=False)
 
     @property
     def n_layers(self) -> int:

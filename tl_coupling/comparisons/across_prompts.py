@@ -24,7 +24,6 @@ from tl_coupling.jacobians import (
     Decomposed,
     JacobianOptions,
     MemoryLimit,
-    Request,
     chosen_layers,
     decompose_each,
 )
@@ -500,11 +499,11 @@ def _decomposed(
     options: JacobianOptions,
 ) -> list[Decomposed]:
     """Decompose and keep one layer's Jacobian on each prompt."""
-    requests = [
-        Request(trace, [Connection(layer, t, t, t)])
+    wanted = [
+        (trace, [Connection(layer, t, t, t)])
         for trace, t in zip(traces, positions, strict=True)
     ]
-    decomposed = list(decompose_each(requests, k, options))
+    decomposed = list(decompose_each(wanted, k, options))
     for prompt_jacobian in decomposed:
         prompt_jacobian.check_cut()
     return decomposed

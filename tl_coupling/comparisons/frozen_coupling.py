@@ -16,7 +16,6 @@ from tl_coupling.jacobians import (
     AnyFunction,
     Connection,
     JacobianOptions,
-    Request,
     chosen_layers,
     decompose_each,
 )
@@ -178,11 +177,11 @@ def frozen_coupling(
     # Without the norms of blocks that normalise the stream, as in `depth_coupling`.
     functions: tuple[AnyFunction, ...] = ("branches", "frozen")
     options = JacobianOptions(chunk_size=chunk_size, progress=progress)
-    request = Request(trace, connections)
+    wanted = [(trace, connections)]
     full, frozen = [
         decomposed
         for function in functions
-        for decomposed in decompose_each([request], k, options, function=function)
+        for decomposed in decompose_each(wanted, k, options, function=function)
     ]
     # Each map compares Jacobians of its own kind: J with J, and J⁺ with J⁺.
     maps = [depth_maps(each, (orientation,))[orientation] for each in (full, frozen)]

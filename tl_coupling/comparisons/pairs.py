@@ -26,8 +26,7 @@ from tl_coupling.jacobians import (
     Decomposed,
     JacobianOptions,
     MemoryLimit,
-    Passing,
-    Request,
+    Rows,
     chosen_layers,
     couple,
     decompose_each,
@@ -149,10 +148,10 @@ def depth_coupling(
         # The bar counts tokens, and Jacobians of one have none.
         options = JacobianOptions(chunk_size, max_memory, False, change, method, batch)
         positions = with_progress(_positions(trace, position), progress, "tokens")
-        requests = (_layers_at(trace, t, layers) for t in positions)
+        wanted = ((trace, _layers_at(trace, t, layers)) for t in positions)
         maps = map(
             partial(_depth_map, orientation, change),
-            decompose_each(requests, k, options),
+            decompose_each(wanted, k, options),
         )
         asked = position if position == "all" else list(position)
         return MeanCouplingMap.over_tokens(maps, asked)
@@ -164,14 +163,16 @@ def depth_coupling(
     if layers is not None:
         raise ValueError("give `layers`, for rows and columns, or `rows` and `cols`")
     row_connections, column_connections = [
-        _layers_at(trace, position, chosen, name).connections
+        _layers_at(trace, position, chosen, name)
         for name, chosen in (("rows", rows), ("cols", cols))
     ]
     # Of rows that are not the columns no Jacobian is kept: they are read in turn.
     sides = decompose_sides(trace, row_connections, column_connections, k, options)
     position_fact = {"position": row_connections[0].position}
     provenance = position_fact | change.provenance
-    return _maps(*sides, "depth", (orientation,), provenance)[orientation]
+    return _maps(row_connections, *sides, "depth", (orientation,), provenance)[
+        orientation
+    ]
 
 
 @checked
@@ -321,8 +322,8 @@ def decomposed_layers(
     readings. Arguments as in `depth_coupling`; `n_maps` are made of each prompt.
     """
     # A generator: a trace is asked for when its turn comes.
-    requests = (_layers_at(trace, position, layers) for trace in traces)
-    return decompose_each(requests, k, options, n_maps)
+    wanted = ((trace, _layers_at(trace, position, layers)) for trace in traces)
+    return decompose_each(wanted, k, options, n_maps)
 
 
 def depth_maps(
@@ -337,7 +338,10 @@ def depth_maps(
     provenance: dict[str, object] = {"position": decomposed.connections[0].position}
     if change is not None:
         provenance |= change.provenance
-    return _maps(decomposed, decomposed, "depth", orientations, provenance)
+    rows = decomposed.rows()
+    return _maps(
+        decomposed.connections, rows, decomposed, "depth", orientations, provenance
+    )
 
 
 def _depth_map(
@@ -360,12 +364,12 @@ def _positions(trace: Trace, position: Sequence[int] | Literal["all"]) -> list[i
 
 def _layers_at(
     trace: Trace, position: int, layers: Sequence[int] | None, name: str = "layers"
-) -> Request:
+) -> list[Connection]:
+    """Return the connections of layers from a token to itself."""
     t = trace.position_index(position)
     chosen = chosen_layers(trace, layers, name)
     # Input, output and the token that names the connection are one token.
-    connections = [Connection(layer, t, t, t) for layer in chosen]
-    return Request(trace, connections)
+    return [Connection(layer, t, t, t) for layer in chosen]
 
 
 @checked
@@ -423,7 +427,7 @@ def self_coupling(
     rows, columns = layer_connections(trace, layer, other_layer, ends)
     options = JacobianOptions(chunk_size, max_memory, progress)
     sides = decompose_sides(trace, rows, columns, k, options)
-    return _maps(*sides, "self", (orientation,), {})[orientation]
+    return _maps(rows, *sides, "self", (orientation,), {})[orientation]
 
 
 @checked
@@ -495,7 +499,7 @@ def context_coupling(
     options = JacobianOptions(chunk_size, max_memory, progress)
     sides = decompose_sides(trace, rows, columns, k, options)
     provenance = {"fixed": fixed, "position": fixed_position}
-    return _maps(*sides, "context", (orientation,), provenance)[orientation]
+    return _maps(rows, *sides, "context", (orientation,), provenance)[orientation]
 
 
 def _fixed_end_tokens(
@@ -508,7 +512,8 @@ def _fixed_end_tokens(
 
 
 def _maps(
-    rows: Decomposed | Passing,
+    row_connections: Sequence[Connection],
+    rows: Iterable[Rows],
     columns: Decomposed,
     kind: str,
     orientations: Sequence[Orientation],
@@ -517,7 +522,7 @@ def _maps(
     """Return the maps of one prompt, one for each orientation."""
     # Only columns give singular vectors, which a cut may leave arbitrary.
     columns.check_cut()
-    coupled = couple(rows, columns, orientations)
+    coupled = couple(row_connections, rows, columns, orientations)
     # Means over prompts drop what `svd` says of each.
     method = {} if columns.products is None else {"method": "products"}
     # Only Jacobians of a caller's making have none (`jacobian_coupling`).
@@ -526,15 +531,14 @@ def _maps(
         **columns.trace.provenance,
         **provenance,
         **method,
-        "paths": columns.paths | rows.paths,
+        "paths": columns.paths | coupled.row_paths,
         "svd": columns.leading.method,
     }
-    return maps_of(coupled, rows, columns, kind, all_provenance)
+    return maps_of(coupled, columns, kind, all_provenance)
 
 
 def maps_of(
     coupled: Coupled,
-    rows: Decomposed | Passing,
     columns: Decomposed,
     kind: str,
     provenance: Mapping[str, object],
@@ -543,7 +547,6 @@ def maps_of(
 
     Args:
         coupled: the matrices, of one or both orientations.
-        rows: whose Jacobians are the J_1.
         columns: what gave the singular vectors.
         kind: what is compared: "depth", "self" or "context".
         provenance: how all this was made.
@@ -554,9 +557,9 @@ def maps_of(
             singular_values=coupled.singular_values,
             frobenius_norms=coupled.frobenius_norms,
             d_model=columns.spectra.U.shape[-2],
-            row_layers=tuple(row.layer for row in rows.connections),
+            row_layers=tuple(row.layer for row in coupled.row_connections),
             col_layers=tuple(column.layer for column in columns.connections),
-            row_positions=tuple(row.position for row in rows.connections),
+            row_positions=tuple(row.position for row in coupled.row_connections),
             col_positions=tuple(column.position for column in columns.connections),
             kind=kind,
             orientation=orientation,

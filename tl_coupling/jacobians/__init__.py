@@ -24,19 +24,18 @@ from tl_coupling.jacobians.connections import (
 from tl_coupling.jacobians.coupled import Coupled, couple, fill_pairs
 from tl_coupling.jacobians.decomposed import (
     Decomposed,
-    Part,
-    Passing,
-    Request,
+    Rows,
+    Wanted,
     all_singular_values,
     decompose,
     decompose_each,
     decompose_sides,
-    passing,
+    jacobians_in_turns,
 )
 from tl_coupling.jacobians.directions import BlockDirections, block_directions
 from tl_coupling.jacobians.jacobian_cache import caching_trace
 from tl_coupling.jacobians.jacobians import (
-    Computed,
+    Jacobian,
     block_jacobian,
     block_jacobians,
     jacobians_of,

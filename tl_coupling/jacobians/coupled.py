@@ -1,6 +1,6 @@
 """The coupling matrices A of every pair of Jacobians, from their decompositions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,8 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.jacobians.decomposed import Decomposed, Passing
+from tl_coupling.jacobians.connections import Connection
+from tl_coupling.jacobians.decomposed import Decomposed, Rows
 from tl_coupling.measures import Orientation
 from tl_coupling.spectra import Matrix, Spectrum
 
@@ -21,15 +22,20 @@ class Coupled:
         matrices: A of every row and column, for each orientation.
         singular_values: the k largest of each row's Jacobian.
         frobenius_norms: of each row's Jacobian.
+        row_connections: what the rows are of.
+        row_paths: the way to each row's Jacobian, by connection.
     """
 
     matrices: dict[Orientation, Float[Tensor, "n_rows n_columns k k"]]
     singular_values: Float[Tensor, "n_rows k"]
     frobenius_norms: Float[Tensor, " n_rows"]
+    row_connections: Sequence[Connection]
+    row_paths: dict[str, str]
 
 
 def couple(
-    rows: Decomposed | Passing,
+    row_connections: Sequence[Connection],
+    rows: Iterable[Rows],
     columns: Decomposed,
     orientations: Sequence[Orientation] = ("ujv",),
 ) -> Coupled:
@@ -38,7 +44,8 @@ def couple(
     .. math:: A_{rc} = U_{c,k}^\top J_r V_{c,k} \quad \text{or} \quad V_{c,k}^\top J_r U_{c,k}
 
     Args:
-        rows: the Jacobians `J_r`, read once, in order.
+        row_connections: what the rows are of.
+        rows: their Jacobians `J_r`, read once, in order.
         columns: what gives the singular vectors, and k.
         orientations: "ujv" for the first, "vju" for the second, or both.
 
@@ -49,25 +56,31 @@ def couple(
     leading = columns.leading
     # Laid out once as `fill_pairs` needs them.
     leading = Spectrum(leading.U.mT.contiguous().mT, leading.S, leading.Vh.contiguous())
-    n_rows = len(rows)
-    n_columns = len(columns)
     matrices = {
-        orientation: leading.S.new_empty(n_rows, n_columns, k, k)
+        orientation: leading.S.new_empty(len(row_connections), len(columns), k, k)
         for orientation in orientations
     }
     singular_values: list[Tensor] = []
     frobenius_norms: list[Tensor] = []
+    row_paths: dict[str, str] = {}
     start = 0
-    for part in rows.parts():
-        end = start + len(part.J)
+    for J, S, norms, paths in rows:
+        end = start + len(J)
         for orientation, A in matrices.items():
-            fill_pairs(A[start:end], part.J, leading, orientation)
-        singular_values.append(part.singular_values[:, :k])
-        frobenius_norms.append(part.frobenius_norms)
+            fill_pairs(A[start:end], J, leading, orientation)
+        singular_values.append(S[:, :k])
+        frobenius_norms.append(norms)
+        row_paths |= paths
         start = end
         # Not kept while the next are computed.
-        del part
-    return Coupled(matrices, torch.cat(singular_values), torch.cat(frobenius_norms))
+        del J
+    return Coupled(
+        matrices,
+        torch.cat(singular_values),
+        torch.cat(frobenius_norms),
+        row_connections,
+        row_paths,
+    )
 
 
 def fill_pairs(

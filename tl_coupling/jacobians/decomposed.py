@@ -1,21 +1,20 @@
 """Jacobians of some connections: computed once, decomposed once, read by all.
 
 Every map, and everything else that is read off Jacobians and their singular vectors,
-takes them from here: from a `Decomposed`, which holds what is needed again, or from a
-`Passing`, whose Jacobians are gone once they have been read.
+takes them from here: from `jacobians_in_turns`, which keeps none, or from a
+`Decomposed`, which holds what is needed again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.blocks import Trace
+from tl_coupling.blocks import Path, Trace
 from tl_coupling.jacobians.budget import (
     DEFAULT_OPTIONS,
     MOST_PROMPTS,
@@ -24,11 +23,11 @@ from tl_coupling.jacobians.budget import (
     JacobianOptions,
     MapSizes,
 )
-from tl_coupling.jacobians.connections import AnyFunction, Connection, Function
-from tl_coupling.jacobians.jacobian_cache import Shelf, cache_of
+from tl_coupling.jacobians.connections import AnyFunction, Connection
+from tl_coupling.jacobians.jacobian_cache import Shelf
 from tl_coupling.jacobians.jacobians import (
     MOST_SHARING,
-    Computed,
+    Jacobian,
     jacobians_of,
     jacobians_together_of,
 )
@@ -49,12 +48,20 @@ from tl_coupling.spectra import (
 # Entries of the images of rows' Jacobians that are in memory at once (float32: 1 GiB).
 _MOST_IMAGES = 2**28
 
+# A traced prompt, and those of its connections whose Jacobians are wanted.
+Wanted = tuple[Trace, Sequence[Connection]]
 
-class Request(NamedTuple):
-    """Connections of one traced prompt whose Jacobians are wanted."""
 
-    trace: Trace
-    connections: Sequence[Connection]
+class Rows(NamedTuple):
+    """Neighbouring rows of a map: their Jacobians, and what is known of them alone.
+
+    `paths`, the ways to the Jacobians by connection, may name others as well.
+    """
+
+    J: Float[Tensor, "n d d"] | Sequence[Matrix]
+    singular_values: Float[Tensor, "n n_singular"]
+    frobenius_norms: Float[Tensor, " n"]
+    paths: dict[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +79,7 @@ class Decomposed:
         frobenius_norms: of each Jacobian, `[n]`.
         paths: the way in which each Jacobian was evaluated, by connection.
         trace: the traced prompt, unless the Jacobians came from elsewhere.
+        jacobians: in order, where they are kept.
         products: of each Jacobian with vectors, where none was formed.
     """
 
@@ -81,7 +89,7 @@ class Decomposed:
     frobenius_norms: Float[Tensor, " n"]
     paths: dict[str, str]
     trace: Trace | None = None
-    taken_from: Callable[[int], Tensor] | None = None
+    jacobians: Float[Tensor, "n d d"] | Shelf | None = None
     products: Sequence[Matrix] | None = None
 
     @classmethod
@@ -105,7 +113,7 @@ class Decomposed:
             n_triplets = min(k + 1, J.shape[-1])
         spectra = svd(J, n_triplets)
         norms = torch.linalg.matrix_norm(J)
-        return cls(connections, k, spectra, norms, {}, None, J.__getitem__)
+        return cls(connections, k, spectra, norms, {}, None, J)
 
     def __len__(self) -> int:
         return len(self.frobenius_norms)
@@ -117,25 +125,12 @@ class Decomposed:
 
     def jacobian(self, i: int) -> Float[Tensor, "d d"]:
         """Return the Jacobian at an index. Raises ValueError where none are kept."""
-        if self.taken_from is None:
+        if self.jacobians is None:
             raise ValueError("these Jacobians were not kept")
-        return self.taken_from(i)
+        return self.jacobians[i]
 
-    def some(self, connections: Sequence[Connection]) -> "Decomposed":
-        """Return some connections of those whose products are known, in another order."""
-        assert self.products is not None
-        index = [self.connections.index(connection) for connection in connections]
-        return replace(
-            self,
-            connections=connections,
-            spectra=self.spectra[index],
-            frobenius_norms=self.frobenius_norms[index],
-            paths={str(c): self.paths[str(c)] for c in connections},
-            products=[self.products[i] for i in index],
-        )
-
-    def parts(self) -> Iterator["Part | ProductsPart"]:
-        """Yield the Jacobians, or their products, one at a time; several on a GPU."""
+    def rows(self) -> Iterator[Rows]:
+        """Yield the Jacobians one at a time; several on a GPU."""
         n = len(self)
         n_together = 1
         if self.products is None and self.spectra.S.device.type != "cpu":
@@ -146,85 +141,17 @@ class Decomposed:
             end = min(n, start + n_together)
             S = self.spectra.S[start:end]
             norms = self.frobenius_norms[start:end]
-            if self.products is None:
-                J = torch.stack([self.jacobian(i) for i in range(start, end)])
-                yield Part(J, S, norms)
+            if self.products is not None:
+                yield Rows(self.products[start:end], S, norms, self.paths)
             else:
-                yield ProductsPart(self.products[start:end], S, norms)
+                J = torch.stack([self.jacobian(i) for i in range(start, end)])
+                yield Rows(J, S, norms, self.paths)
+                # Not kept while the next are read.
+                del J
 
     def check_cut(self) -> None:
         """Warn where σ_k and σ_{k+1} are equal to rounding."""
         check_cut(self.spectra.S, self.k, [str(c) for c in self.connections])
-
-
-class Part(NamedTuple):
-    """Some neighbouring Jacobians of a list, as they are read."""
-
-    J: Float[Tensor, "n d d"]
-    singular_values: Float[Tensor, "n n_singular"]
-    frobenius_norms: Float[Tensor, " n"]
-
-
-class ProductsPart(NamedTuple):
-    """The same of Jacobians that are known by their products with vectors."""
-
-    J: Sequence[Matrix]
-    singular_values: Float[Tensor, "n n_singular"]
-    frobenius_norms: Float[Tensor, " n"]
-
-
-class Passing:
-    """Jacobians that are computed when they are read, once, and are not kept.
-
-    `paths`, the way in which each was evaluated, is complete when all have been read.
-    """
-
-    def __init__(
-        self,
-        connections: Sequence[Connection],
-        computed: Iterator[Computed],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.connections = connections
-        self.paths: dict[str, str] = {}
-        self._computed = computed
-        self._dtype = dtype
-
-    def __len__(self) -> int:
-        return len(self.connections)
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the Jacobians, one at a time, with all their singular values."""
-        for computed in self._computed:
-            self.paths[str(computed.connection)] = computed.path
-            J = computed.J[None]
-            # Not kept while the next is computed.
-            del computed
-            if self._dtype is not None:
-                J = J.to(self._dtype)
-            yield Part(J, singular_values(J), torch.linalg.matrix_norm(J))
-            del J
-
-
-def passing(
-    trace: Trace,
-    connections: Sequence[Connection],
-    options: JacobianOptions = DEFAULT_OPTIONS,
-    *,
-    function: Function = "branches",
-    dtype: torch.dtype | None = None,
-) -> Passing:
-    """Return Jacobians to be read one by one, each with all its singular values.
-
-    Args:
-        trace: a traced prompt.
-        connections: whose Jacobians are read, in this order.
-        options: how they are computed.
-        function: as in `block_jacobian`.
-        dtype: what they are converted to before they are decomposed.
-    """
-    request = Request(trace, connections)
-    return Passing(connections, _computed_in_turns([request], options, function), dtype)
 
 
 def all_singular_values(
@@ -244,16 +171,14 @@ def all_singular_values(
     """
     values_of = SimilarRanks()
 
-    def decomposed(computed: Computed) -> tuple[Tensor, str]:
-        return values_of(computed.J[None]), computed.path
+    def decomposed(jacobian: Jacobian) -> tuple[Tensor, Path]:
+        return values_of(jacobian.J[None]), jacobian.path
 
-    computed = _computed_in_turns([Request(trace, connections)], options)
+    jacobians = jacobians_in_turns([(trace, connections)], options)
     # One after the other: the rank of one is what is tried for the next.
-    results = parallel_map(decomposed, computed, _device(trace), n_workers=1)
-    paths = [path for _, path in results]
-    return torch.cat([values for values, _ in results]), _paths_by_name(
-        connections, paths
-    )
+    results = parallel_map(decomposed, jacobians, trace.blocks[0].X.device, n_workers=1)
+    values, paths = zip(*results, strict=True)
+    return torch.cat(values), dict(zip(map(str, connections), paths, strict=True))
 
 
 def decompose(
@@ -261,8 +186,6 @@ def decompose(
     connections: Sequence[Connection],
     k: int,
     options: JacobianOptions = DEFAULT_OPTIONS,
-    *,
-    n_triplets: int | None = None,
 ) -> Decomposed:
     """Decompose the Jacobians of some connections, and keep none of them.
 
@@ -271,18 +194,17 @@ def decompose(
         connections: whose Jacobians are decomposed.
         k: how many leading triplets are asked for.
         options: how Jacobians are computed.
-        n_triplets: how many to compute; one more than k by default, if there is.
     """
     sizes = MapSizes.from_trace(trace, 1, len(connections), k, rows_are_columns=False)
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
-    requests = [Request(trace, connections)]
-    computed = _computed_in_turns(requests, options, budget=budget)
-    (decomposed,) = _decomposed(requests, computed, k, budget, n_triplets)
+    wanted = [(trace, connections)]
+    jacobians = jacobians_in_turns(wanted, options, budget=budget)
+    (decomposed,) = _decomposed(wanted, jacobians, k, budget)
     return decomposed
 
 
 def decompose_each(
-    requests: Iterable[Request],
+    wanted: Iterable[Wanted],
     k: int | None,
     options: JacobianOptions,
     n_maps: int = 1,
@@ -294,7 +216,7 @@ def decompose_each(
     prompt at a time is held.
 
     Args:
-        requests: for each prompt as many connections. An iterator is read as far as
+        wanted: for each prompt as many connections. An iterator is read as far as
             prompts share a reading.
         k: how many singular vectors are compared: 50, or all of a narrower model, by
             default.
@@ -302,7 +224,7 @@ def decompose_each(
         n_maps: how many maps are made of each prompt, which count for `max_memory`.
         function: as in `jacobians_of`.
     """
-    for group in taken_together(requests, options):
+    for group in taken_together(wanted, options):
         trace, connections = group[0]
         n = len(connections)
         k_of_group = fitting_k(k, trace.d_model)
@@ -319,13 +241,13 @@ def decompose_each(
         )
         budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
         if by_products:
-            for request in group:
-                yield _decomposed_by_products(request, k_of_group, options, budget)
+            for own_trace, own in group:
+                yield from _by_products(own_trace, [own], k_of_group, options, budget)
             continue
         matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
-        shelf = Shelf(n * len(group), matrix, budget.keeps_in_memory)
-        computed = _computed_in_turns(group, options, function, budget, shelf)
-        yield from _decomposed(group, computed, k_of_group, budget, shelf=shelf)
+        shelves = [Shelf(n, matrix, budget.keeps_in_memory) for _ in group]
+        jacobians = jacobians_in_turns(group, options, function, budget, shelves)
+        yield from _decomposed(group, jacobians, k_of_group, budget, shelves)
 
 
 def decompose_sides(
@@ -334,33 +256,38 @@ def decompose_sides(
     columns: Sequence[Connection],
     k: int | None,
     options: JacobianOptions,
-) -> tuple[Decomposed | Passing, Decomposed]:
+) -> tuple[Iterator[Rows], Decomposed]:
     """Return the rows and the columns of a map: columns decomposed, rows to be read.
 
-    Where rows and columns are the same connections, they are one object. Otherwise no
-    Jacobian is kept: those of the rows are computed as they are read, with the columns'
-    in one loop of `progress`.
+    Of rows that are the columns Jacobians are kept, and decomposed once. Others are
+    computed as they are read, with the columns' in one loop of `progress`.
     """
-    # The same Jacobians in both roles are computed, and decomposed, once.
     if rows == columns:
-        (decomposed,) = decompose_each([Request(trace, columns)], k, options)
-        return decomposed, decomposed
+        (decomposed,) = decompose_each([(trace, columns)], k, options)
+        return decomposed.rows(), decomposed
     k = fitting_k(k, trace.d_model)
     sizes = MapSizes.from_trace(
         trace, len(rows), len(columns), k, rows_are_columns=False
     )
     budget = Budget.from_block(trace.blocks[0].call.module, sizes, options)
     if _is_by_products(trace, k, options):
-        # What is in both is decomposed once.
-        every = list(dict.fromkeys([*columns, *rows]))
-        decomposed = _decomposed_by_products(Request(trace, every), k, options, budget)
-        return decomposed.some(rows), decomposed.some(columns)
-    computed = _computed_in_turns(
-        [Request(trace, [*columns, *rows])], options, budget=budget
-    )
-    column_jacobians = islice(computed, len(columns))
-    (decomposed,) = _decomposed([Request(trace, columns)], column_jacobians, k, budget)
-    return Passing(rows, computed), decomposed
+        sides = [columns, rows]
+        decomposed, row_side = _by_products(trace, sides, k, options, budget)
+        return row_side.rows(), decomposed
+    jacobians = jacobians_in_turns([(trace, [*columns, *rows])], options, budget=budget)
+    column_jacobians = islice(jacobians, len(columns))
+    (decomposed,) = _decomposed([(trace, columns)], column_jacobians, k, budget)
+    return _rows_in_passing(jacobians), decomposed
+
+
+def _rows_in_passing(jacobians: Iterator[Jacobian]) -> Iterator[Rows]:
+    """Yield Jacobians one at a time with all their singular values, and keep none."""
+    for connection, J, path in jacobians:
+        S = singular_values(J[None])
+        norm = torch.linalg.matrix_norm(J[None])
+        yield Rows(J[None], S, norm, {str(connection): path})
+        # Not kept while the next is computed.
+        del J
 
 
 def _is_by_products(trace: Trace, k: int, options: JacobianOptions) -> bool:
@@ -371,227 +298,201 @@ def _is_by_products(trace: Trace, k: int, options: JacobianOptions) -> bool:
 
 
 def taken_together(
-    requests: Iterable[Request], options: JacobianOptions = DEFAULT_OPTIONS
-) -> Iterator[list[Request]]:
-    """Yield requests in groups: several of one model that is read from disk, or whose
+    wanted: Iterable[Wanted], options: JacobianOptions = DEFAULT_OPTIONS
+) -> Iterator[list[Wanted]]:
+    """Yield prompts in groups: several of one model that is read from disk, or whose
     Jacobians are computed together, else one.
 
     One reading of the weights serves a group that is read. It has as many prompts as
     have Jacobians no larger than the weights that are read.
     """
-    group: list[Request] = []
-    for request in requests:
-        if group and not _goes_with(request, group, options):
+    group: list[Wanted] = []
+    for prompt in wanted:
+        if group and not _goes_with(prompt, group, options):
             yield group
             group = []
-        group.append(request)
+        group.append(prompt)
     if group:
         yield group
 
 
 def _goes_with(
-    request: Request, group: Sequence[Request], options: JacobianOptions
+    prompt: Wanted, group: Sequence[Wanted], options: JacobianOptions
 ) -> bool:
-    """Say whether a request is taken together with others."""
+    """Say whether a prompt is taken together with others."""
+    other_trace, other_connections = prompt
     trace, connections = group[0]
-    if request.trace.model is not trace.model:
+    if other_trace.model is not trace.model:
         return False
     if trace.is_streamed:
-        return len(group) < _n_sharing(trace)
+        weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
+        # In float32, in which streamed models are linearised.
+        jacobians = 4 * trace.n_layers * trace.d_model**2
+        return len(group) < min(MOST_PROMPTS, weights // jacobians)
     batch = Batch.that_fits(trace, len(connections), options)
-    is_alike = request.trace.n_pos == trace.n_pos and request.connections == connections
+    is_alike = other_trace.n_pos == trace.n_pos and other_connections == connections
     return is_alike and len(group) < batch.n_prompts
 
 
-def _n_sharing(trace: Trace) -> int:
-    weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
-    # In float32, in which streamed models are linearised.
-    jacobians = 4 * trace.n_layers * trace.d_model**2
-    return max(1, min(MOST_PROMPTS, weights // jacobians))
-
-
-def _computed_in_turns(
-    requests: Sequence[Request],
+def jacobians_in_turns(
+    wanted: Sequence[Wanted],
     options: JacobianOptions,
     function: AnyFunction = "branches",
     budget: Budget | None = None,
-    shelf: Shelf | None = None,
-) -> Iterator[Computed]:
+    shelves: Sequence[Shelf] | None = None,
+) -> Iterator[Jacobian]:
     """Yield the Jacobians of several prompts, which take turns at each connection.
 
     A block of a model that is read from disk is read once for all of them. Each
-    Jacobian lies where the first block lives, and on the shelf if there is one.
+    Jacobian is computed when it is asked for, and lies where the first block lives.
+
+    Args:
+        wanted: the prompts, each with as many connections.
+        options: how Jacobians are computed.
+        function: as in `jacobians_of`.
+        budget: how many are computed at a time; what `options` say by default.
+        shelves: where those of each prompt are kept; nowhere by default.
     """
     chunk_size = options.chunk_size
     n_sharing = MOST_SHARING
     if budget is not None:
         chunk_size = budget.chunk_size
         n_sharing = budget.n_sharing or MOST_SHARING
-    trace, connections = requests[0]
+    trace, connections = wanted[0]
     batch = Batch.that_fits(trace, len(connections), options)
-    streams: list[Iterator[Computed]]
-    if not batch.is_one and function != "frozen" and _can_be_together(requests):
-        traces = [request.trace for request in requests]
+    streams: list[Iterator[Jacobian]]
+    if not batch.is_one and function != "frozen" and _can_be_together(wanted):
         together = jacobians_together_of(
-            traces,
+            [trace for trace, _ in wanted],
             connections,
             batch.n_connections,
             chunk_size=chunk_size,
             function=function,
         )
         # One gives those of all prompts in turns.
-        streams = [together] * len(requests)
+        streams = [together] * len(wanted)
     else:
         streams = [
             jacobians_of(
-                request.trace,
-                request.connections,
+                trace,
+                connections,
                 chunk_size=chunk_size,
                 n_sharing=n_sharing,
                 function=function,
             )
-            for request in requests
+            for trace, connections in wanted
         ]
-    device = _device(trace)
-    turns = range(len(connections))
-    for turn in with_progress(turns, options.progress, "Jacobians"):
+    device = trace.blocks[0].X.device
+    for turn in with_progress(range(len(connections)), options.progress, "Jacobians"):
         for prompt, stream in enumerate(streams):
-            computed = next(stream)
+            connection, J, path = next(stream)
             # In one layout, because sums round by the order of their terms in memory.
-            J = computed.J.to(device).contiguous()
+            J = J.to(device).contiguous()
             if options.change is not None:
                 J = options.change(J)
-            if shelf is not None:
-                shelf.put(turn * len(requests) + prompt, J[None])
-            yield computed._replace(J=J)
+            if shelves is not None:
+                shelves[prompt].put(turn, J)
+            yield Jacobian(connection, J, path)
             # Not kept while the next is computed.
-            del computed, J
+            del J
 
 
-def _can_be_together(requests: Sequence[Request]) -> bool:
+def _can_be_together(wanted: Sequence[Wanted]) -> bool:
     """Say whether all prompts have the same connections, of one token to itself, and
     nobody keeps their Jacobians.
     """
-    _, connections = requests[0]
+    _, connections = wanted[0]
     position = connections[0].output_position
     return all(
-        request.connections == connections and cache_of(request.trace) is None
-        for request in requests
+        own == connections and trace.jacobian_cache is None for trace, own in wanted
     ) and all(c.input_position == c.output_position == position for c in connections)
 
 
-def _decomposed_by_products(
-    request: Request, k: int, options: JacobianOptions, budget: Budget
-) -> Decomposed:
-    """Decompose Jacobians that are never formed, one after the other."""
-    trace, connections = request
+def _by_products(
+    trace: Trace,
+    sides: Sequence[Sequence[Connection]],
+    k: int,
+    options: JacobianOptions,
+    budget: Budget,
+) -> list[Decomposed]:
+    """Decompose Jacobians that are never formed, one after the other.
+
+    A connection that is in several of the lists is decomposed once.
+    """
     n_triplets = min(k + 1, trace.d_model)
-    found = [
-        matrix_free(trace, connection, n_triplets, budget.chunk_size)
+    connections = list(dict.fromkeys(chain(*sides)))
+    found = {
+        connection: matrix_free(trace, connection, n_triplets, budget.chunk_size)
         for connection in with_progress(connections, options.progress, "products")
+    }
+    return [
+        Decomposed(
+            side,
+            k,
+            Spectrum.cat([found[connection].spectrum for connection in side]),
+            torch.cat([found[connection].frobenius_norm for connection in side]),
+            {str(connection): found[connection].path for connection in side},
+            trace,
+            products=[found[connection].J for connection in side],
+        )
+        for side in sides
     ]
-    return Decomposed(
-        connections,
-        k,
-        Spectrum.cat([one.spectrum for one in found]),
-        torch.cat([one.frobenius_norm for one in found]),
-        _paths_by_name(connections, [one.path for one in found]),
-        trace,
-        products=[one.J for one in found],
-    )
-
-
-class _Triplets(NamedTuple):
-    """What is known of one Jacobian beside itself."""
-
-    spectrum: Spectrum
-    frobenius_norm: Float[Tensor, " 1"]
-    path: str
 
 
 def _decomposed(
-    requests: Sequence[Request],
-    computed: Iterator[Computed],
+    wanted: Sequence[Wanted],
+    jacobians: Iterator[Jacobian],
     k: int,
     budget: Budget,
-    n_triplets: int | None = None,
-    shelf: Shelf | None = None,
+    shelves: Sequence[Shelf] | None = None,
 ) -> list[Decomposed]:
     """Decompose the Jacobians of several prompts that took turns.
 
     Args:
-        requests: the prompts, with the connections that are decomposed.
-        computed: the Jacobians.
+        wanted: the prompts, with the connections that are decomposed.
+        jacobians: of all prompts.
         k: how many leading triplets are asked for.
         budget: how many are decomposed at a time.
-        n_triplets: how many to compute; one more than k by default, if there is.
-        shelf: where the Jacobians are kept; none are without it.
+        shelves: where the Jacobians of each prompt are kept; none are without them.
     """
-    trace = requests[0].trace
-    if n_triplets is None:
-        n_triplets = min(k + 1, trace.d_model)
-    results: list[_Triplets] = []
-    if _device(trace).type == "cpu":
-        results = parallel_map(
-            partial(_triplets, n_triplets), computed, _device(trace), budget.n_svds
-        )
+    trace, _ = wanted[0]
+    n_triplets = min(k + 1, trace.d_model)
+
+    def triplets(*batch: Jacobian) -> list[tuple[Spectrum, Tensor, Path]]:
+        """Return spectrum, norm and way of each of a batch, decomposed together."""
+        J = batch[0].J[None]
+        if len(batch) > 1:
+            J = torch.stack([jacobian.J for jacobian in batch])
+        spectra = svd(J, n_triplets)
+        norms = torch.linalg.matrix_norm(J)
+        return [
+            (spectra[i : i + 1], norms[i : i + 1], jacobian.path)
+            for i, jacobian in enumerate(batch)
+        ]
+
+    device = trace.blocks[0].X.device
+    if device.type == "cpu":
+        batches = parallel_map(triplets, jacobians, device, budget.n_svds)
     else:
-        while some := list(islice(computed, budget.n_svds)):
-            results += _triplets_of_all(n_triplets, some)
-    n_prompts = len(requests)
+        batches = []
+        while batch := list(islice(jacobians, budget.n_svds)):
+            batches.append(triplets(*batch))
+            # Not kept while the next are computed.
+            del batch
+    results = list(chain(*batches))
     decomposed: list[Decomposed] = []
-    for prompt, request in enumerate(requests):
+    for prompt, (trace, connections) in enumerate(wanted):
         # Prompts took turns, so that each has every n-th.
-        own = results[prompt::n_prompts]
-        taken_from = None
-        if shelf is not None:
-            taken_from = partial(_take_from, shelf, prompt, n_prompts)
+        spectra, norms, paths = zip(*results[prompt :: len(wanted)], strict=True)
         decomposed.append(
             Decomposed(
-                request.connections,
+                connections,
                 k,
-                Spectrum.cat([triplets.spectrum for triplets in own]),
-                torch.cat([triplets.frobenius_norm for triplets in own]),
-                _paths_by_name(
-                    request.connections, [triplets.path for triplets in own]
-                ),
-                request.trace,
-                taken_from,
+                Spectrum.cat(spectra),
+                torch.cat(norms),
+                dict(zip(map(str, connections), paths, strict=True)),
+                trace,
+                None if shelves is None else shelves[prompt],
             )
         )
     return decomposed
-
-
-def _triplets(n_triplets: int, computed: Computed) -> _Triplets:
-    J = computed.J[None]
-    return _Triplets(svd(J, n_triplets), torch.linalg.matrix_norm(J), computed.path)
-
-
-def _triplets_of_all(n_triplets: int, computed: Sequence[Computed]) -> list[_Triplets]:
-    """Return the same of several Jacobians, together."""
-    J = torch.stack([of_one.J for of_one in computed])
-    spectra = svd(J, n_triplets)
-    norms = torch.linalg.matrix_norm(J)
-    return [
-        _Triplets(spectra[i : i + 1], norms[i : i + 1], of_one.path)
-        for i, of_one in enumerate(computed)
-    ]
-
-
-def _take_from(
-    shelf: Shelf, prompt: int, n_prompts: int, i: int
-) -> Float[Tensor, "d d"]:
-    """Take one prompt's i-th Jacobian from a shelf on which prompts take turns."""
-    return shelf.take(i * n_prompts + prompt)
-
-
-def _paths_by_name(
-    connections: Sequence[Connection], paths: Sequence[str]
-) -> dict[str, str]:
-    """Return the way to each Jacobian, by connection."""
-    return {str(c): path for c, path in zip(connections, paths, strict=True)}
-
-
-def _device(trace: Trace) -> torch.device:
-    """Return where the Jacobians of a trace are decomposed."""
-    return trace.blocks[0].X.device

@@ -1,7 +1,6 @@
 """Jacobians of block functions: one, those of several layers, those of any connections."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from tl_coupling.jacobians.connections import (
     Function,
     connected,
 )
-from tl_coupling.jacobians.jacobian_cache import cache_of
+from tl_coupling.jacobians.jacobian_cache import Group, JacobianCache
 from tl_coupling.progress import Progress, with_progress
 
 # Entries in a batch of Jacobians (float32: 256 MiB), and the largest number of
@@ -133,15 +132,15 @@ def block_jacobians(
     connections = [
         Connection(trace.layer_index(layer), t, t, t) for layer in selected_layers
     ]
-    computed = jacobians_of(
+    jacobians = jacobians_of(
         trace, connections, chunk_size=chunk_size, function=function
     )
     for row in with_progress(J, progress, "Jacobians"):
-        row[:] = next(computed).J
+        row[:] = next(jacobians).J
     return J
 
 
-class Computed(NamedTuple):
+class Jacobian(NamedTuple):
     """The Jacobian of a connection, and the way in which it was evaluated."""
 
     connection: Connection
@@ -156,7 +155,7 @@ def jacobians_of(
     chunk_size: int | None = None,
     n_sharing: int = MOST_SHARING,
     function: AnyFunction = "branches",
-) -> Iterator[Computed]:
+) -> Iterator[Jacobian]:
     """Yield the Jacobian of each connection, in order, computed when it is asked for.
 
     `function` as in `block_jacobian`, but "branches" by default, the one that can be
@@ -165,36 +164,36 @@ def jacobians_of(
     reference, those of one output more: up to `n_sharing` together, fewer where their
     Jacobians would exceed `BATCH_BUDGET`.
     """
-    cache = cache_of(trace)
+    cache: JacobianCache = trace.jacobian_cache or JacobianCache()
     # A prompt of many tokens has more connections to one output than fit in memory.
     n_together = max(1, min(n_sharing, MOST_SHARING, BATCH_BUDGET // trace.d_model**2))
     for layer, layer_connections in groupby(connections, attrgetter("layer")):
         while sharing := list(islice(layer_connections, n_together)):
-            output_groups = groupby(sharing, attrgetter("output_position"))
-            groups = [list(output_group) for _, output_group in output_groups]
-            # What is computed together is kept, and found again, together.
-            are_cached = cache is not None and cache.holds(groups, chunk_size, function)
+            by_output = groupby(sharing, attrgetter("output_position"))
+            groups = [list(group) for _, group in by_output]
+            outputs = [group[0].output_position for group in groups]
+            keys = [
+                Group(tuple(c.ends for c in group), chunk_size, function)
+                for group in groups
+            ]
+            are_kept = all(key in cache for key in keys)
             block = trace.blocks[layer]
-            if not are_cached:
+            if not are_kept:
                 # Before its branches are asked for: it shows whether it has others.
-                block.refer_to([group[0].output_position for group in groups])
+                block.refer_to(outputs)
             # Of the branches, whose step and slope are others.
             block = measured(block, function)
-            if not are_cached:
-                block.refer_to([group[0].output_position for group in groups])
-            for group in groups:
-                inputs = [connection.input_position for connection in group]
-                compute = partial(
-                    block.jacobians, inputs, group[0].output_position, chunk_size
-                )
-                if cache is None:
-                    matrices, path = compute()
+            if not are_kept:
+                block.refer_to(outputs)
+            for group, output, key in zip(groups, outputs, keys, strict=True):
+                if key in cache:
+                    matrices, path = cache.get(key)
                 else:
-                    matrices, path = cache.get(
-                        group, chunk_size, function, trace, compute
-                    )
+                    inputs = [connection.input_position for connection in group]
+                    matrices, path = block.jacobians(inputs, output, chunk_size)
+                    cache.put(key, matrices, path, trace.blocks[layer].call.module)
                 for connection, J in zip(group, matrices, strict=True):
-                    yield Computed(connection, J, path)
+                    yield Jacobian(connection, J, path)
                 # Not kept while the next are computed.
                 del matrices, J
 
@@ -206,7 +205,7 @@ def jacobians_together_of(
     *,
     chunk_size: int | None = None,
     function: Function = "branches",
-) -> Iterator[Computed]:
+) -> Iterator[Jacobian]:
     """Yield the Jacobian of each connection of every prompt, prompts in turns, computed
     for `n_together` connections of all prompts at once.
 
@@ -229,7 +228,7 @@ def jacobians_together_of(
                         trace, [connection], chunk_size=chunk_size, function=function
                     )
                 else:
-                    yield Computed(connection, J, TOGETHER)
+                    yield Jacobian(connection, J, TOGETHER)
 
 
 def _together_in_memory(

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace
-from tl_coupling.jacobians import Connection, JacobianOptions, passing
+from tl_coupling.jacobians import Connection, JacobianOptions, jacobians_in_turns
 from tl_coupling.progress import Progress
 from tl_coupling.results import tidy_table
-from tl_coupling.spectra import check_k, svd
+from tl_coupling.spectra import check_k, singular_values, svd
 from tl_coupling.trajectories.predictions import middle_layer
 from tl_coupling.trajectories.shapes import direction_cosine
 
@@ -183,20 +183,17 @@ def gradient_prediction(
     connections = [
         Connection(layer, t, t, t) for layer in reversed(range(trace.n_layers))
     ]
-    jacobians = passing(
-        trace,
-        connections,
-        JacobianOptions(progress=progress),
-        function="block",
-        dtype=torch.float64,
-    )
-    for connection, part in zip(connections, jacobians.parts(), strict=True):
-        J = part.J[0]
-        S[connection.layer] = part.singular_values[0, :k]
+    options = JacobianOptions(progress=progress)
+    jacobians = jacobians_in_turns([(trace, connections)], options, "block")
+    for connection, J, _ in jacobians:
+        J = J.double()
+        S[connection.layer] = singular_values(J[None])[0, :k]
         if connection.layer == reference:
             U[:] = svd(J, k).U
         # `(I + J)ᵀ` of this block, applied to what comes back from all later ones.
         exact.append(exact[-1] + J.mT @ exact[-1])
+        # Not kept while the next is computed.
+        del J
     return GradientPrediction(
         # Results begin at depth 0, the chain rule at depth L.
         exact=torch.stack(exact[::-1]),

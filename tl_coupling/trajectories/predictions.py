@@ -14,11 +14,16 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.blocks import Trace
-from tl_coupling.jacobians import Connection, JacobianOptions, block_jvp, passing
+from tl_coupling.jacobians import (
+    Connection,
+    JacobianOptions,
+    block_jvp,
+    jacobians_in_turns,
+)
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import Saved, tidy_table
-from tl_coupling.spectra import check_k, svd
+from tl_coupling.spectra import check_k, singular_values, svd
 from tl_coupling.trajectories.shapes import direction_cosine
 
 if TYPE_CHECKING:
@@ -293,17 +298,17 @@ def _jacobian_linearisation(
         for layer in range(trace.n_layers)
     ]
     # Of the whole block with its norms: what it adds to the stream is predicted.
-    jacobians = passing(
-        trace, connections, JacobianOptions(progress=progress), function="block"
-    )
-    # One Jacobian at a time is held.
-    for layer, part in enumerate(jacobians.parts()):
-        J = part.J[0]
-        S[layer] = part.singular_values[0, :k]
+    options = JacobianOptions(progress=progress)
+    jacobians = jacobians_in_turns([(trace, connections)], options, "block")
+    for connection, J, _ in jacobians:
+        layer = connection.layer
+        S[layer] = singular_values(J[None])[0, :k]
         if layer == reference:
             U[:] = svd(J, k).U
         one_step[layer] = x[layer] + J.double() @ x[layer]
         product[layer + 1] = product[layer] + J.double() @ product[layer]
+        # Not kept while the next is computed.
+        del J
     # Π_{j≤l} (I + S_j) − I, for each l and each singular vector: [n_layers k]
     # The 1 is taken off, as it is x⁰ itself, with what U does not span.
     growth = (1 + S).cumprod(0) - 1

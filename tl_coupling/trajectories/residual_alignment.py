@@ -38,6 +38,7 @@ from tl_coupling.results import Saved, tidy_table
 from tl_coupling.spectra import (
     DEFAULT_K,
     InverseSingularValueFit,
+    check_cut,
     check_k,
     inverse_singular_value_fit,
     tail_energy,
@@ -260,9 +261,9 @@ def residual_alignment(
     connections = [Connection(layer, t, t, t) for layer in range(trace.n_layers)]
     options = JacobianOptions(chunk_size=chunk_size, progress=progress)
     # All of every spectrum: the third property is about its tail.
-    decomposed = decompose(trace, connections, k, options, n_triplets=trace.d_model)
-    decomposed.check_cut()
+    decomposed = decompose(trace, connections, trace.d_model, options)
     spectra = decomposed.spectra
+    check_cut(spectra.S, k, [str(connection) for connection in connections])
     # The path of the one token, `[n_layers + 1, d_model]`.
     x = trace.residual[:, t]
     return ResidualAlignment(
