@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
@@ -15,13 +16,19 @@ from tl_coupling.blocks import Trace
 from tl_coupling.comparisons import free_end
 from tl_coupling.jacobians import (
     Connection,
+    Jacobian,
     JacobianOptions,
-    all_singular_values,
     chosen_layers,
+    jacobians_in_turns,
 )
 from tl_coupling.progress import Progress
 from tl_coupling.results import Saved, tidy_table
-from tl_coupling.spectra import effective_rank, participation_ratio
+from tl_coupling.spectra import (
+    SimilarRanks,
+    effective_rank,
+    parallel_map,
+    participation_ratio,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -142,12 +149,22 @@ def cross_token_influence(
     connections = [
         Connection(layer, t1, t2, t1) for layer in selected_layers for t1 in sources
     ]
-    values, paths = all_singular_values(
-        trace, connections, JacobianOptions(progress=progress)
-    )
-    # Singular values alone are kept, `[connection d_model]`.
+    singular_values = SimilarRanks()
+
+    def decomposed(jacobian: Jacobian) -> tuple[Tensor, str]:
+        return singular_values(jacobian.J[None]), jacobian.path
+
+    options = JacobianOptions(progress=progress)
+    jacobians = jacobians_in_turns([(trace, connections)], options)
+    # The values of one are computed beside the next Jacobian, and one after the other:
+    # the rank of one is what is tried for the next.
+    device = trace.blocks[0].X.device
+    results = parallel_map(decomposed, jacobians, device, n_workers=1)
+    values, paths = zip(*results, strict=True)
+    paths_by_connection = dict(zip(map(str, connections), paths, strict=True))
+    # Singular values alone are kept, `[1 d_model]` of each connection.
     S = rearrange(
-        values,
+        torch.cat(values),
         "(layer source) singular -> layer source singular",
         layer=len(selected_layers),
     )
@@ -159,5 +176,5 @@ def cross_token_influence(
         layers=tuple(selected_layers),
         source_positions=tuple(sources),
         output_position=t2,
-        provenance=trace.provenance | {"paths": paths},
+        provenance=trace.provenance | {"paths": paths_by_connection},
     )

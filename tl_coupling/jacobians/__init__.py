@@ -26,7 +26,6 @@ from tl_coupling.jacobians.decomposed import (
     Decomposed,
     Rows,
     Wanted,
-    all_singular_values,
     decompose,
     decompose_each,
     decompose_sides,

@@ -26,11 +26,6 @@ class Connection(NamedTuple):
     position: int
 
     @property
-    def ends(self) -> tuple[int, int, int]:
-        """Layer, t1 and t2: all but the label."""
-        return self.layer, self.input_position, self.output_position
-
-    @property
     def read_hook_point(self) -> str:
         """The hook point of TransformerLens where the block reads the stream."""
         return f"blocks.{self.layer}.hook_resid_pre"

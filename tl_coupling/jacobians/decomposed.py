@@ -36,7 +36,6 @@ from tl_coupling.jacobians.plan import plan
 from tl_coupling.progress import with_progress
 from tl_coupling.spectra import (
     Matrix,
-    SimilarRanks,
     Spectrum,
     check_cut,
     fitting_k,
@@ -152,33 +151,6 @@ class Decomposed:
     def check_cut(self) -> None:
         """Warn where σ_k and σ_{k+1} are equal to rounding."""
         check_cut(self.spectra.S, self.k, [str(c) for c in self.connections])
-
-
-def all_singular_values(
-    trace: Trace,
-    connections: Sequence[Connection],
-    options: JacobianOptions = DEFAULT_OPTIONS,
-) -> tuple[Float[Tensor, "n d"], dict[str, str]]:
-    """Return all singular values of some Jacobians, and the ways to these.
-
-    The Jacobians are not kept. The values of one are computed beside the next.
-
-    Args:
-        trace: a traced prompt.
-        connections: whose Jacobians are decomposed. Neighbours in the list should have
-            about the same rank, such as those of one block and one output.
-        options: how Jacobians are computed.
-    """
-    values_of = SimilarRanks()
-
-    def decomposed(jacobian: Jacobian) -> tuple[Tensor, Path]:
-        return values_of(jacobian.J[None]), jacobian.path
-
-    jacobians = jacobians_in_turns([(trace, connections)], options)
-    # One after the other: the rank of one is what is tried for the next.
-    results = parallel_map(decomposed, jacobians, trace.blocks[0].X.device, n_workers=1)
-    values, paths = zip(*results, strict=True)
-    return torch.cat(values), dict(zip(map(str, connections), paths, strict=True))
 
 
 def decompose(

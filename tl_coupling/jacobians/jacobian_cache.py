@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
 import torch
@@ -65,51 +66,42 @@ class Shelf:
 class Group(NamedTuple):
     """Jacobians that are computed together: of one layer and one output position.
 
-    Rounding depends on which these are, and on the size of the chunks.
+    They round by which they are, and by the size of the chunks.
     """
 
-    # Layer, input and output position of each.
-    ends: tuple[tuple[int, int, int], ...]
+    connections: tuple[Connection, ...]
     chunk_size: int | None
     function: AnyFunction
 
 
+@dataclass(frozen=True, eq=False)
 class JacobianCache:
     """The Jacobians of one trace that will be asked for again, once they are computed.
 
     They are in memory, or in a temporary file where they do not fit, as long as the
-    cache. One that expects no connections keeps nothing.
+    cache. One that expects nothing keeps nothing.
+
+    Attributes:
+        expected: the connections that will be asked for again.
+        kept: the Jacobians of each group that was computed, and the way to them.
     """
 
-    def __init__(self) -> None:
-        self._expected: set[tuple[int, int, int]] = set()
-        self._shelves: dict[Group, tuple[Shelf, Path]] = {}
+    expected: set[Connection] = field(default_factory=set)
+    kept: dict[Group, tuple[Shelf, Path]] = field(default_factory=dict)
 
-    def expect(self, connections: Iterable[Connection]) -> None:
-        """Keep the Jacobians of these connections from when they are computed."""
-        self._expected.update(connection.ends for connection in connections)
-
-    def __contains__(self, group: Group) -> bool:
-        return group in self._shelves
-
-    def get(self, group: Group) -> tuple[Sequence[Tensor], Path]:
-        """Return the Jacobians of a group that is kept, and the way to them."""
-        shelf, path = self._shelves[group]
-        return [shelf[i] for i in range(len(group.ends))], path
-
-    def put(
+    def keep(
         self, group: Group, matrices: Sequence[Tensor], path: Path, block: nn.Module
     ) -> None:
         """Keep the Jacobians of a group of a block, if all of them are expected."""
         # Part of a group would round otherwise when it is asked for alone.
-        if not self._expected.issuperset(group.ends):
+        if not self.expected.issuperset(group.connections):
             return
         # As if all that are expected were there: later ones must fit as well.
-        n_bytes = len(self._expected) * matrices[0].nbytes
+        n_bytes = len(self.expected) * matrices[0].nbytes
         shelf = Shelf(len(matrices), matrices[0], fits_in_memory(n_bytes, block))
         for i, matrix in enumerate(matrices):
             shelf.put(i, matrix)
-        self._shelves[group] = shelf, path
+        self.kept[group] = shelf, path
 
 
 def caching_trace(trace: Trace, connections: Iterable[Connection]) -> Trace:
@@ -122,5 +114,5 @@ def caching_trace(trace: Trace, connections: Iterable[Connection]) -> Trace:
         # The caller's own trace keeps nothing: the cache goes with this copy.
         trace = copy.copy(trace)
         object.__setattr__(trace, "jacobian_cache", JacobianCache())
-    trace.jacobian_cache.expect(connections)
+    trace.jacobian_cache.expected.update(connections)
     return trace

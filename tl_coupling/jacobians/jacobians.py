@@ -170,13 +170,12 @@ def jacobians_of(
     for layer, layer_connections in groupby(connections, attrgetter("layer")):
         while sharing := list(islice(layer_connections, n_together)):
             by_output = groupby(sharing, attrgetter("output_position"))
-            groups = [list(group) for _, group in by_output]
-            outputs = [group[0].output_position for group in groups]
-            keys = [
-                Group(tuple(c.ends for c in group), chunk_size, function)
-                for group in groups
+            groups = [
+                Group(tuple(connected_to), chunk_size, function)
+                for _, connected_to in by_output
             ]
-            are_kept = all(key in cache for key in keys)
+            outputs = [group.connections[0].output_position for group in groups]
+            are_kept = cache.kept.keys() >= set(groups)
             block = trace.blocks[layer]
             if not are_kept:
                 # Before its branches are asked for: it shows whether it has others.
@@ -185,14 +184,17 @@ def jacobians_of(
             block = measured(block, function)
             if not are_kept:
                 block.refer_to(outputs)
-            for group, output, key in zip(groups, outputs, keys, strict=True):
-                if key in cache:
-                    matrices, path = cache.get(key)
+            for group, output in zip(groups, outputs, strict=True):
+                if group in cache.kept:
+                    shelf, path = cache.kept[group]
+                    matrices: Sequence[Tensor] = [
+                        shelf[i] for i in range(len(group.connections))
+                    ]
                 else:
-                    inputs = [connection.input_position for connection in group]
+                    inputs = [c.input_position for c in group.connections]
                     matrices, path = block.jacobians(inputs, output, chunk_size)
-                    cache.put(key, matrices, path, trace.blocks[layer].call.module)
-                for connection, J in zip(group, matrices, strict=True):
+                    cache.keep(group, matrices, path, trace.blocks[layer].call.module)
+                for connection, J in zip(group.connections, matrices, strict=True):
                     yield Jacobian(connection, J, path)
                 # Not kept while the next are computed.
                 del matrices, J
