@@ -176,7 +176,7 @@ def test_coupling_matrices_are_those_of_the_formula(
     J_rows = J_columns if rows_are_columns else rng.standard_normal((5, d, d))
     columns = decomposed_from(J_columns, k)
     rows = columns if rows_are_columns else decomposed_from(J_rows, k)
-    coupled = couple(rows.connections, rows.rows(), columns, (orientation,))
+    coupled = couple(rows.rows(), len(rows), columns, (orientation,))
     A = coupled.matrices[orientation].numpy()
     assert A.shape == (len(J_rows), len(J_columns), k, k)
     for column, J_2 in enumerate(J_columns):

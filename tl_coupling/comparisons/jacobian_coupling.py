@@ -63,8 +63,8 @@ def jacobian_coupling(
     decomposed = Decomposed.from_jacobians(J, connections, k)
     # Without a trace nothing else says which matrix a warning is about.
     check_cut(decomposed.spectra.S, k, [f"layer {layer}" for layer in names])
-    coupled = couple(connections, decomposed.rows(), decomposed, (orientation,))
+    coupled = couple(decomposed.rows(), len(decomposed), decomposed, (orientation,))
     # `pairs` reads the provenance off a trace, which these Jacobians do not have.
     full_provenance = {**(provenance or {}), "svd": decomposed.spectra.method}
-    maps = maps_of(coupled, decomposed, "depth", full_provenance)
+    maps = maps_of(coupled, connections, decomposed, "depth", full_provenance)
     return maps[orientation]

@@ -522,7 +522,7 @@ def _maps(
     """Return the maps of one prompt, one for each orientation."""
     # Only columns give singular vectors, which a cut may leave arbitrary.
     columns.check_cut()
-    coupled = couple(row_connections, rows, columns, orientations)
+    coupled = couple(rows, len(row_connections), columns, orientations)
     # Means over prompts drop what `svd` says of each.
     method = {} if columns.products is None else {"method": "products"}
     # Only Jacobians of a caller's making have none (`jacobian_coupling`).
@@ -534,11 +534,12 @@ def _maps(
         "paths": columns.paths | coupled.row_paths,
         "svd": columns.leading.method,
     }
-    return maps_of(coupled, columns, kind, all_provenance)
+    return maps_of(coupled, row_connections, columns, kind, all_provenance)
 
 
 def maps_of(
     coupled: Coupled,
+    row_connections: Sequence[Connection],
     columns: Decomposed,
     kind: str,
     provenance: Mapping[str, object],
@@ -547,6 +548,7 @@ def maps_of(
 
     Args:
         coupled: the matrices, of one or both orientations.
+        row_connections: whose Jacobians are the J_1.
         columns: what gave the singular vectors.
         kind: what is compared: "depth", "self" or "context".
         provenance: how all this was made.
@@ -557,9 +559,9 @@ def maps_of(
             singular_values=coupled.singular_values,
             frobenius_norms=coupled.frobenius_norms,
             d_model=columns.spectra.U.shape[-2],
-            row_layers=tuple(row.layer for row in coupled.row_connections),
+            row_layers=tuple(row.layer for row in row_connections),
             col_layers=tuple(column.layer for column in columns.connections),
-            row_positions=tuple(row.position for row in coupled.row_connections),
+            row_positions=tuple(row.position for row in row_connections),
             col_positions=tuple(column.position for column in columns.connections),
             kind=kind,
             orientation=orientation,

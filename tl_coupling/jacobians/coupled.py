@@ -8,7 +8,6 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.jacobians.connections import Connection
 from tl_coupling.jacobians.decomposed import Decomposed, Rows
 from tl_coupling.measures import Orientation
 from tl_coupling.spectra import Matrix, Spectrum
@@ -22,20 +21,18 @@ class Coupled:
         matrices: A of every row and column, for each orientation.
         singular_values: the k largest of each row's Jacobian.
         frobenius_norms: of each row's Jacobian.
-        row_connections: what the rows are of.
         row_paths: the way to each row's Jacobian, by connection.
     """
 
     matrices: dict[Orientation, Float[Tensor, "n_rows n_columns k k"]]
     singular_values: Float[Tensor, "n_rows k"]
     frobenius_norms: Float[Tensor, " n_rows"]
-    row_connections: Sequence[Connection]
     row_paths: dict[str, str]
 
 
 def couple(
-    row_connections: Sequence[Connection],
     rows: Iterable[Rows],
+    n_rows: int,
     columns: Decomposed,
     orientations: Sequence[Orientation] = ("ujv",),
 ) -> Coupled:
@@ -44,8 +41,8 @@ def couple(
     .. math:: A_{rc} = U_{c,k}^\top J_r V_{c,k} \quad \text{or} \quad V_{c,k}^\top J_r U_{c,k}
 
     Args:
-        row_connections: what the rows are of.
-        rows: their Jacobians `J_r`, read once, in order.
+        rows: the Jacobians `J_r`, read once, in order.
+        n_rows: how many there are.
         columns: what gives the singular vectors, and k.
         orientations: "ujv" for the first, "vju" for the second, or both.
 
@@ -57,7 +54,7 @@ def couple(
     # Laid out once as `fill_pairs` needs them.
     leading = Spectrum(leading.U.mT.contiguous().mT, leading.S, leading.Vh.contiguous())
     matrices = {
-        orientation: leading.S.new_empty(len(row_connections), len(columns), k, k)
+        orientation: leading.S.new_empty(n_rows, len(columns), k, k)
         for orientation in orientations
     }
     singular_values: list[Tensor] = []
@@ -75,11 +72,7 @@ def couple(
         # Not kept while the next are computed.
         del J
     return Coupled(
-        matrices,
-        torch.cat(singular_values),
-        torch.cat(frobenius_norms),
-        row_connections,
-        row_paths,
+        matrices, torch.cat(singular_values), torch.cat(frobenius_norms), row_paths
     )
 
 

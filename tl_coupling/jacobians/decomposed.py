@@ -255,9 +255,10 @@ def decompose_sides(
 def _rows_in_passing(jacobians: Iterator[Jacobian]) -> Iterator[Rows]:
     """Yield Jacobians one at a time with all their singular values, and keep none."""
     for connection, J, path in jacobians:
-        S = singular_values(J[None])
-        norm = torch.linalg.matrix_norm(J[None])
-        yield Rows(J[None], S, norm, {str(connection): path})
+        J = J[None]
+        S = singular_values(J)
+        norm = torch.linalg.matrix_norm(J)
+        yield Rows(J, S, norm, {str(connection): path})
         # Not kept while the next is computed.
         del J
 

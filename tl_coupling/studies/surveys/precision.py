@@ -505,9 +505,9 @@ def _measures(traced: Trace, settings: Settings) -> "xarray.Dataset":
     J = block_jacobians(traced, position=t, function="branches", progress=False)
     # No more triplets than are compared: nothing is said of the cut here.
     decomposed = Decomposed.from_jacobians(J, connections, k, n_triplets=k)
-    coupled = couple(connections, decomposed.rows(), decomposed, (orientation,))
+    coupled = couple(decomposed.rows(), len(decomposed), decomposed, (orientation,))
     provenance = traced.provenance | {"position": t}
-    maps = maps_of(coupled, decomposed, "depth", provenance)
+    maps = maps_of(coupled, connections, decomposed, "depth", provenance)
     data = measures(traced, settings, maps[orientation])
     dims = ("layer", "width", "vector")
     spectra = decomposed.spectra
