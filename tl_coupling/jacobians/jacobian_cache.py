@@ -5,7 +5,7 @@ measurements of one trace ask for, computed once.
 import copy
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
@@ -90,16 +90,17 @@ class JacobianCache:
     kept: dict[Group, tuple[Shelf, Path]] = field(default_factory=dict)
 
     def keep(
-        self, group: Group, matrices: Sequence[Tensor], path: Path, block: nn.Module
+        self, group: Group, matrices: Iterable[Tensor], path: Path, block: nn.Module
     ) -> None:
         """Keep the Jacobians of a group of a block, if all of them are expected."""
         # Part of a group would round otherwise when it is asked for alone.
         if not self.expected.issuperset(group.connections):
             return
+        J = list(matrices)
         # As if all that are expected were there: later ones must fit as well.
-        n_bytes = len(self.expected) * matrices[0].nbytes
-        shelf = Shelf(len(matrices), matrices[0], fits_in_memory(n_bytes, block))
-        for i, matrix in enumerate(matrices):
+        n_bytes = len(self.expected) * J[0].nbytes
+        shelf = Shelf(len(J), J[0], fits_in_memory(n_bytes, block))
+        for i, matrix in enumerate(J):
             shelf.put(i, matrix)
         self.kept[group] = shelf, path
 
