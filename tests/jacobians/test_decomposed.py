@@ -233,3 +233,21 @@ def test_with_a_cache_each_jacobian_is_computed_once(
     counts.jacobians.clear()
     measured(tiny_trace)
     assert counts.totals()[0] == n_alone
+
+
+def test_prompts_of_a_model_in_memory_are_taken_together() -> None:
+    """Its blocks are the same in each trace, which has a model of its own."""
+    model = tiny.huggingface_model("llama")
+    other = tiny.huggingface_model("llama")
+    connections = [Connection(0, 0, 0, 0)]
+    wanted = [
+        (tlc.trace(one, tokens), connections)
+        for one, tokens in (
+            (model, [1, 2, 3]),
+            (model, [3, 2, 1]),
+            (other, [1, 2, 3]),
+            (other, [1, 2]),
+        )
+    ]
+    groups = decomposed.taken_together(wanted, JacobianOptions(batch=4))
+    assert [len(group) for group in groups] == [2, 1, 1]

@@ -295,16 +295,19 @@ def _goes_with(
     """Say whether a prompt is taken together with others."""
     other_trace, other_connections = prompt
     trace, connections = group[0]
-    if other_trace.model is not trace.model:
-        return False
     if trace.is_streamed:
+        if other_trace.model is not trace.model:
+            return False
         weights = sum(p.numel() * p.element_size() for p in trace.model.parameters())
         # In float32, in which streamed models are linearised.
         jacobians = 4 * trace.n_layers * trace.d_model**2
         return len(group) < min(MOST_PROMPTS, weights // jacobians)
-    batch = Batch.that_fits(trace, len(connections), options)
-    is_alike = other_trace.n_pos == trace.n_pos and other_connections == connections
-    return is_alike and len(group) < batch.n_prompts
+    # Each call of `trace` on a HuggingFace model makes a model around its blocks.
+    has_same_blocks = other_trace.blocks[0].call.module is trace.blocks[0].call.module
+    has_same_length = other_trace.n_pos == trace.n_pos
+    if not has_same_blocks or not has_same_length or other_connections != connections:
+        return False
+    return len(group) < Batch.that_fits(trace, len(connections), options).n_prompts
 
 
 def jacobians_in_turns(
