@@ -7,6 +7,8 @@ mean of an entry on the diagonal, or of its absolute value.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -166,6 +168,12 @@ def _mean_absolute_form(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch
     return 2 / (math.pi * A.shape[-1]) * scale * integral
 
 
+@cache
+def _gauss_legendre(n: int) -> np.ndarray[Any, Any]:
+    """Return n nodes on `[−1, 1]` and their weights, `[2 n]`."""
+    return np.stack(np.polynomial.legendre.leggauss(n))
+
+
 def _half_line_integral(
     integrand: Callable[[Tensor], Tensor], like: Float[Tensor, "*batch m"]
 ) -> Float[Tensor, "*batch"]:
@@ -174,11 +182,9 @@ def _half_line_integral(
     `like` are the m weights that the function holds: they say how many axes the places
     need, and how many fit into memory at once.
     """
-    nodes = np.stack(np.polynomial.legendre.leggauss(_N_NODES)) * math.pi / 4
     batch_axes = [1] * (like.ndim - 1)
-    places, weights = (
-        torch.from_numpy(nodes).to(like.device).reshape(2, -1, *batch_axes)
-    )
+    nodes = torch.from_numpy(_gauss_legendre(_N_NODES)) * (math.pi / 4)
+    places, weights = nodes.to(like.device).reshape(2, -1, *batch_axes)
     # The nodes lie on [−π/4, π/4]; moved to [0, π/2], their tangents are on [0, ∞).
     angles = places + math.pi / 4
     r = angles.tan()
