@@ -17,6 +17,7 @@ flops at the measured peak, which is a bound from below, and of the whole model.
 import argparse
 from collections.abc import Sequence
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from benchmarks.options import add_k, add_out, add_tokens
 from benchmarks.stages import (
     bare_products,
     best_flops_per_second,
+    random_huggingface_model,
     random_ids,
     random_model,
 )
@@ -60,10 +62,8 @@ STAGES = ("gate", "jacobian", "svd", "triplets", "largest")
 K_OF_PRODUCTS = 10
 
 
-def random_blocks(
-    shape: str, n_layers: int, n_ctx: int, device: torch.device, dtype: torch.dtype
-) -> Any:
-    """Return a bridge of random blocks in a shape."""
+def configuration(shape: str, n_layers: int, n_ctx: int) -> Any:
+    """Return the transformers configuration of blocks in a shape."""
     import transformers
 
     family, width, d_mlp, n_heads, n_key_heads, _ = SHAPES[shape]
@@ -79,7 +79,7 @@ def random_blocks(
         max_position_embeddings=n_ctx,
     )
     config.architectures = [f"{family}ForCausalLM"]
-    return random_model(config, shape, device, dtype)
+    return config
 
 
 def measure(
@@ -88,7 +88,8 @@ def measure(
     """Seconds of each stage of one block, memory, and what was planned."""
     _, width, _, _, _, n_layers = SHAPES[shape]
     dtype = _dtype(options, device)
-    model = random_blocks(shape, 1, options.tokens, device, dtype)
+    config = configuration(shape, 1, options.tokens)
+    model = random_model(config, shape, device, dtype)
     trace = tlc.trace(model, random_ids(options.tokens))
     k = min(options.k, width - 1)
     few = min(K_OF_PRODUCTS, k)
@@ -148,14 +149,24 @@ def measure(
 
 
 def measure_whole(
-    shape: str, options: argparse.Namespace, device: torch.device, peak: float
+    shape: str,
+    modules: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    peak: float,
 ) -> dict[str, Any]:
     """Seconds and memory of a depth coupling of all blocks, from the prompt on, computed
-    together and one after the other; and seconds a prompt of a mean.
+    together and one after the other; and seconds a prompt of a mean. The blocks are
+    HuggingFace's own `modules`, or a bridge's.
     """
-    _, width, _, _, _, n_layers = SHAPES[shape]
+    _, width, d_mlp, n_heads, _, n_layers = SHAPES[shape]
+    config = configuration(shape, n_layers, options.tokens)
     dtype = _dtype(options, device)
-    model = random_blocks(shape, n_layers, options.tokens, device, dtype)
+    model: Any
+    if modules == "huggingface":
+        model = random_huggingface_model(config, device, dtype)
+    else:
+        model = random_model(config, shape, device, dtype)
     ids = random_ids(options.tokens)
     # The first call loads kernels.
     tlc.depth_coupling(tlc.trace(model, ids), 4, layers=[0, 1], progress=False)
@@ -178,10 +189,14 @@ def measure_whole(
             (tlc.trace(model, prompt) for prompt in prompts), k, progress=False
         ),
     )
-    flops = sum(one.flops for one in bare_products(model.cfg, options.tokens).values())
+    sizes = SimpleNamespace(
+        d_model=width, d_mlp=d_mlp, n_heads=n_heads, d_head=config.head_dim
+    )
+    flops = sum(one.flops for one in bare_products(sizes, options.tokens).values())
     difference = (together.coupling() - alone.coupling()).abs().max()
     return {
         "shape": shape,
+        "modules": modules,
         "n_layers": n_layers,
         "k": k,
         "trace": tracing,
@@ -266,7 +281,15 @@ def tables(results: dict[str, Any]) -> list[Table]:
             ),
         )
     whole = Table(
-        *("shape", "blocks", "trace", "depth coupling", "one by one", "of the peak"),
+        *(
+            "shape",
+            "modules",
+            "blocks",
+            "trace",
+            "depth coupling",
+            "one by one",
+            "of the peak",
+        ),
         *("memory", "a prompt of a mean"),
         title=f"A whole model in memory, all pairs, k = {k}, {device}",
         caption="Seconds, and GiB at the peak with the weights. Blocks, and prompts of a "
@@ -275,6 +298,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     for run in results["whole"]:
         whole.add_row(
             run["shape"],
+            run["modules"],
             str(run["n_layers"]),
             f"{run['trace']:.2f}",
             f"{run['depth_coupling']:.2f}",
@@ -313,6 +337,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=SHAPES,
         help="all blocks at once (default: the Pythias and llama-3-8b on a GPU, else "
         "none)",
+    )
+    parser.add_argument(
+        "--modules",
+        nargs="+",
+        choices=("huggingface", "bridge"),
+        default=["huggingface", "bridge"],
+        help="of whole models (default: both)",
     )
     parser.add_argument(
         "--prompts",
@@ -361,7 +392,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "environment": environment(device),
             "peak_tflop_per_second": peak / 1e12,
             "runs": runs,
-            "whole": [measure_whole(one, options, device, peak) for one in whole],
+            "whole": [
+                measure_whole(one, modules, options, device, peak)
+                for one in whole
+                for modules in options.modules
+            ],
         }
     except (BenchmarkError, ValueError) as error:
         stop(error)

@@ -164,6 +164,27 @@ def random_llama(
     return random_model(config, f"llama-{width}", device, dtype, seed)
 
 
+def random_huggingface_model(
+    config: Any,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    attention: str = "sdpa",
+) -> Any:
+    """Return a causal model of random weights, of a transformers configuration that
+    names its architecture.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        ).eval()
+    model.config.architectures = config.architectures
+    return model.requires_grad_(False)
+
+
 def random_model(
     config: Any,
     name: str,
@@ -176,15 +197,8 @@ def random_model(
     """
     from transformer_lens.model_bridge import TransformerBridge
     from transformer_lens.model_bridge.sources import transformers as _  # noqa: F401  (attaches boot_transformers)
-    from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(seed)
-        hf_model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager"
-        ).eval()
-    hf_model.config.architectures = config.architectures
-    hf_model.requires_grad_(False)
+    hf_model = random_huggingface_model(config, device, dtype, seed, "eager")
     options: dict[str, Any] = {
         "hf_model": hf_model,
         "device": str(device),
