@@ -16,7 +16,6 @@ import tiny
 import tl_coupling as tlc
 from attack.interrupts import state_of
 from tl_coupling.blocks.arithmetic import (
-    attributes_set,
     exact_arithmetic,
     hear_interrupts,
 )
@@ -260,20 +259,3 @@ def test_an_error_beside_an_interrupt_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt) as interrupted:
         both()
     assert str(interrupted.value.__context__) == "beside it"
-
-
-def test_attributes_are_put_back_when_setting_one_fails() -> None:
-    class Stubborn:
-        size = 1
-
-        @property
-        def colour(self) -> str:
-            return "red"
-
-    stubborn = Stubborn()
-    with (
-        pytest.raises(AttributeError),
-        attributes_set([(stubborn, "size", 2), (stubborn, "colour", "blue")]),
-    ):
-        pytest.fail("the context was entered")
-    assert stubborn.size == 1

@@ -14,6 +14,7 @@ import changed_models
 import tiny
 import tl_coupling as tlc
 from tiny import needs_hooked_transformer
+from tl_coupling.models.module_state import attributes_set
 from zoo.models import randomised
 
 pytestmark = pytest.mark.both_lines
@@ -166,3 +167,20 @@ def test_the_generator_is_left_where_it_was() -> None:
     with pytest.raises(tlc.gradients.StepError):
         tlc.block_jacobian(trace, 1)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_attributes_are_put_back_when_setting_one_fails() -> None:
+    class Stubborn:
+        size = 1
+
+        @property
+        def colour(self) -> str:
+            return "red"
+
+    stubborn = Stubborn()
+    with (
+        pytest.raises(AttributeError),
+        attributes_set([(stubborn, "size", 2), (stubborn, "colour", "blue")]),
+    ):
+        pytest.fail("the context was entered")
+    assert stubborn.size == 1

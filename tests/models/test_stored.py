@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tl_coupling.blocks.arithmetic import attributes_set
 from tl_coupling.models import filled, holds_stored_weights
 from tl_coupling.models.model_files import FileState
+from tl_coupling.models.module_state import attributes_set
 from tl_coupling.models.stored import Stored, StoredParameter
 
 pytestmark = pytest.mark.both_lines

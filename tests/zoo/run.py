@@ -72,11 +72,6 @@ def _child(name: str, sender: Connection, own_modules: bool) -> None:
                 (precision, asdict(Finding("not built", sentence=NOT_BUILT[name])))
             )
             continue
-        if own_modules and precision == "bfloat16":
-            # Their remark says so.
-            rounded = "`trace_modules` does not know what makes rotary embeddings"
-            sender.send((precision, asdict(Finding("not built", sentence=rounded))))
-            continue
         # HookedTransformer prints.
         with redirect_stdout(None):
             finding = _guarded(lambda p=precision: measure(name, p, own_modules))

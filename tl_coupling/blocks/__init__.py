@@ -8,7 +8,6 @@ Every derivative is checked against the function itself.
 # ruff: noqa: F401
 
 from tl_coupling.blocks.arithmetic import (
-    attributes_set,
     autocast_off_within,
     exact_arithmetic,
     forwards_replaced,

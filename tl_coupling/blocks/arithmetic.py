@@ -8,7 +8,7 @@ effect between its steps, where every change is undone on the way out.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
@@ -23,7 +23,9 @@ from tl_coupling.interrupts import hear_interrupts, interrupts_held
 from tl_coupling.models import (
     Change,
     OwnModel,
+    attributes_set,
     dequantising,
+    eager_experts,
     facts_of,
     filled,
     has_packed_parts,
@@ -39,9 +41,6 @@ from tl_coupling.models import (
 _entered: list[tuple[object, ...]] = []
 # Nobody's own.
 _SEED = 0x7C_0FFEE
-# How HuggingFace's mixtures compute their experts; the public property beside it also
-# sets that of every other part.
-_EXPERTS = "_experts_implementation_internal"
 # torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a
 # class of their own.
 _OUT_OF_MEMORY = (
@@ -54,16 +53,6 @@ _OUT_OF_MEMORY = (
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # What `forwards_replaced` changes of a module.
 _OWN_CALL = {"forward", "_forward_hooks", "_forward_pre_hooks"}
-
-
-@contextmanager
-def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
-    """Change attributes of objects in this context."""
-    with shared_changes() as undo:
-        for owner, name, value in changes:
-            undo.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
 
 
 @contextmanager
@@ -175,7 +164,7 @@ def own_arithmetic(
                 stack.enter_context(exact_arithmetic(weight.device, parts, dtype))
             else:
                 stack.enter_context(_filled_when_called(module, dtype))
-        experts = _eager_experts(module, dtype or weight.dtype)
+        experts = eager_experts(module, dtype or weight.dtype)
         stack.enter_context(attributes_set(experts))
         stack.enter_context(defaults_of_model(weight.device, weight.dtype))
         yield
@@ -360,7 +349,7 @@ def _computing_in(modules: Sequence[nn.Module], dtype: torch.dtype) -> Iterator[
         if isinstance(cfg_dtype, torch.dtype) and cfg_dtype != dtype:
             yield cfg, "dtype", dtype
     for module in modules:
-        yield from _eager_experts(module, dtype)
+        yield from eager_experts(module, dtype)
 
 
 def _outside_of_inference_mode(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -369,16 +358,6 @@ def _outside_of_inference_mode(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copied, requires_grad=False)
     return copied
-
-
-def _eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
-    """Yield changes for float64, in which HuggingFace's grouped experts fail."""
-    if dtype != torch.float64:
-        return
-    for part in module.modules():
-        config = vars(part).get("config")
-        if getattr(config, _EXPERTS, None) not in (None, "eager"):
-            yield config, _EXPERTS, "eager"
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -15,14 +15,14 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tl_coupling.blocks.arithmetic import attributes_set, map_tensors
+from tl_coupling.blocks.arithmetic import map_tensors
 from tl_coupling.blocks.contexts import (
     BlockError,
     Context,
     KeysAndValues,
     ReadOnlyCache,
 )
-from tl_coupling.models import Change
+from tl_coupling.models import Change, attributes_set
 
 # The layouts of a residual stream of one sequence, as einops writes them: "1" is the axis
 # of sequences, "n" that of positions, "d" that of the width. The second has positions

@@ -31,7 +31,13 @@ from tl_coupling.models.loaded import (
 from tl_coupling.models.loading import empty_model, load_model
 from tl_coupling.models.made_of import MadeOf
 from tl_coupling.models.model_files import changed_file, described_files
-from tl_coupling.models.module_state import CallState, Change, left_as_found
+from tl_coupling.models.module_state import (
+    CallState,
+    Change,
+    attributes_set,
+    eager_experts,
+    left_as_found,
+)
 from tl_coupling.models.own_model import OwnModel, in_eval_mode
 from tl_coupling.models.stored import holds_stored_weights
 from tl_coupling.models.tokenization import tokenize

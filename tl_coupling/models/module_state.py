@@ -13,6 +13,9 @@ from tl_coupling.arguments import shared_changes
 
 # An object, the name of one of its attributes, and the value that this is to have.
 Change = tuple[object, str, object]
+# How HuggingFace's mixtures compute their experts; the public property beside it also
+# sets that of every other part.
+_EXPERTS = "_experts_implementation_internal"
 # In which modules keep their buffers, parts and hooks.
 _DICTS = (dict, OrderedDict)
 # What of a module decides how it is called, beside its code.
@@ -24,6 +27,26 @@ _OF_CALL = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
+
+
+@contextmanager
+def attributes_set(changes: Iterable[Change]) -> Iterator[None]:
+    """Change attributes of objects in this context."""
+    with shared_changes() as undo:
+        for owner, name, value in changes:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
+    """Yield changes for float64, in which HuggingFace's grouped experts fail."""
+    if dtype != torch.float64:
+        return
+    for part in module.modules():
+        config = vars(part).get("config")
+        if getattr(config, _EXPERTS, None) not in (None, "eager"):
+            yield config, _EXPERTS, "eager"
 
 
 class _Found(NamedTuple):

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tl_coupling.arguments import cached_property, shared_changes
+from tl_coupling.arguments import cached_property, defaults_of_model, shared_changes
 from tl_coupling.models.errors import ModelError
-from tl_coupling.models.module_state import left_as_found
+from tl_coupling.models.module_state import (
+    Change,
+    attributes_set,
+    eager_experts,
+    left_as_found,
+)
 
 # The hook points that a model with its own modules has.
 _HOOK_POINT = re.compile(r"blocks\.(?P<layer>\d+)\.hook_resid_(?P<place>pre|post)")
@@ -141,12 +146,12 @@ class OwnModel(nn.Module):
             options: further keyword arguments of the model's own call.
         """
         given = self.original_model
-        changes: dict[str, Any] = {}
+        changes: list[Change] = []
         # After a `Trainer` in 16 bits the model's own call has autocast; its
         # arithmetic is that of its weights here.
         if "_original_forward" in vars(given):
-            changes["forward"] = vars(given)["_original_forward"]
-        with in_eval_mode(given), _instance_attributes(given, changes):
+            changes.append((given, "forward", vars(given)["_original_forward"]))
+        with in_eval_mode(given), attributes_set(changes):
             output = given(**{given.main_input_name: batch}, **options)
         return getattr(output, "logits", None) if return_type == "logits" else output
 
@@ -186,8 +191,15 @@ class OwnModel(nn.Module):
 
     def _try_out(self, ids: Tensor | None = None) -> None:
         """Run the model on some input, for what its modules do."""
-        device = next(self.original_model.parameters()).device
-        with torch.no_grad(), left_as_found([self.original_model]):
+        given = self.original_model
+        first = next(given.parameters())
+        device = first.device
+        with (
+            torch.no_grad(),
+            left_as_found([given]),
+            defaults_of_model(device, first.dtype),
+            attributes_set(eager_experts(given, first.dtype)),
+        ):
             if self.original_model.main_input_name == "pixel_values":
                 self(self._grey_image(device), return_type=None)
                 return
@@ -395,17 +407,3 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for part in in_train_mode:
             part.training = True
-
-
-@contextmanager
-def _instance_attributes(owner: object, changes: dict[str, Any]) -> Iterator[None]:
-    """Give an object attributes of its own in this context."""
-    attributes = vars(owner)
-    originals = {name: attributes[name] for name in changes if name in attributes}
-    attributes.update(changes)
-    try:
-        yield
-    finally:
-        for name in changes:
-            attributes.pop(name, None)
-        attributes.update(originals)
