@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -169,7 +168,7 @@ def _mean_absolute_form(A: Float[Tensor, "*batch k k"]) -> Float[Tensor, "*batch
 
 
 @cache
-def _gauss_legendre(n: int) -> np.ndarray[Any, Any]:
+def _gauss_legendre(n: int) -> Float[np.ndarray, "2 n"]:
     """Return n nodes on `[−1, 1]` and their weights, `[2 n]`."""
     return np.stack(np.polynomial.legendre.leggauss(n))
 
