@@ -119,7 +119,7 @@ def test_rows_are_as_slow_as_was_measured():
         name: [round(pick(values), 1) for pick in (min, max)]
         for name, values in slowness.items()
     }
-    assert ranges == {"large_shapes": [7.6, 8.4], "gpu": [10.4, 37.1]}
+    assert ranges == {"large_shapes": [7.6, 8.4], "gpu": [10.2, 48.9]}
 
 
 @pytest.mark.parametrize("shape", [shape for name, shape in RUNS if name != "gpu"])

@@ -23,7 +23,7 @@ from tl_coupling.spectra import fitting_k, flops_of_svd, products_of_triplets
 
 # How much longer a flop takes in a row through a block's weights, which memory has to
 # give for every few rows, than in products of large matrices, at the peak. Of ten
-# triplets, committed by `benchmarks.gpu`: 7.6 to 8.4 on two cores, 10 to 37 on an H100.
+# triplets, committed by `benchmarks.gpu`: 7.6 to 8.4 on two cores, 10 to 49 on an H100.
 _SLOWNESS_OF_ROWS = 8.0
 _SLOWNESS_OF_ROWS_ON_GPU = 24.0
 # Tokens of a prompt that is not there yet.
