@@ -14,18 +14,14 @@ Attention is where keys and values of other rows are met; the MLP is every other
 with a matrix.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from einops import einsum
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from tl_coupling.arguments import shared_changes
-from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.evaluation import reverse_mode
 from tl_coupling.blocks.records import Recorded
 from tl_coupling.blocks.tangents import Tangent
 
@@ -180,87 +176,6 @@ def recorded_components(recorded: Recorded) -> Components:
     )
 
 
-def hooked_components(
-    function: Callable[[Tensor], Tensor],
-    x: Float[Tensor, " d_model"],
-    block: nn.Module,
-    row: int,
-    chunk_size: int | None,
-) -> Components:
-    """Return the components by reverse mode through TransformerLens' hook points.
-
-    Args:
-        function: `f(X)` at the token, as a function of its row x.
-        x: that row.
-        block: what it calls.
-        row: the token's place among the rows that the block is called on.
-        chunk_size: as in `block_jacobian`.
-
-    Raises:
-        BlockError: the block has not these hook points, or they do not fire.
-    """
-    z_point = _hook_point(block, "attn", "hook_z")
-    if z_point is None:
-        raise BlockError("the block has no hook_z")
-    mlp_point = _hook_point(block, "mlp", "hook_post") or _hook_point(
-        block, "mlp", "hook_out"
-    )
-    if mlp_point is None and getattr(block, "mlp", None) is not None:
-        raise BlockError("the block's MLP has no hook point")
-    shapes: list[torch.Size] = []
-
-    def z_of(x: Tensor) -> Tensor:
-        with _Noted(z_point) as noted:
-            function(x)
-        shapes.append(noted.value.shape)
-        return noted.value[0, row].reshape(-1)
-
-    z, reads = reverse_mode(z_of, (x,), lambda dz: [dz], 4, chunk_size)
-    n_heads = _n_heads(shapes[-1], block.get_submodule("attn"))
-
-    def held(_: nn.Module, __: object, output: Tensor) -> Tensor:
-        return output.detach()
-
-    def holding(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
-        def value(x: Tensor) -> Tensor:
-            with shared_changes() as hooks:
-                for point in points:
-                    if point is not None:
-                        hooks.enter_context(point.register_forward_hook(held))
-                return function(x)
-
-        return value
-
-    def shifted_output(*points: nn.Module | None) -> Callable[[Tensor], Tensor]:
-        def value(shift: Tensor) -> Tensor:
-            def shifted(_: nn.Module, __: object, output: Tensor) -> Tensor:
-                row_shift = torch.zeros_like(output[0, :, ...].flatten(1))
-                index = torch.tensor([row], device=output.device)
-                moved = row_shift.index_add(0, index, shift[None])
-                return output.detach() + moved.view_as(output)
-
-            with shared_changes(z_point.register_forward_hook(shifted)):
-                return holding(*points)(x)
-
-        return value
-
-    def jacobian(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
-        return reverse_mode(function, (point,), lambda J: [J], 4, chunk_size)[1][0]
-
-    zero = torch.zeros_like(z)
-    skip = jacobian(holding(z_point, mlp_point), x)
-    skip_with_mlp_kept = skip
-    write = jacobian(shifted_output(mlp_point), zero).mT
-    both = write
-    if mlp_point is not None:
-        skip_with_mlp_kept = jacobian(holding(z_point), x)
-        both = jacobian(shifted_output(), zero).mT
-    identity = torch.eye(len(x), dtype=x.dtype, device=x.device)
-    return _components(
-        reads[0], write, both, skip + identity, skip_with_mlp_kept + identity, n_heads
-    )
-
-
 def _components(
     read: Float[Tensor, "d_z d_model"],
     write: Float[Tensor, "d_z d_model"],
@@ -296,51 +211,3 @@ def _components(
 
 def _is_nothing(difference: Tensor, reference: Tensor) -> bool:
     return bool(difference.norm() <= _NOTHING * reference.norm())
-
-
-class _Noted:
-    """Context that notes what a hook point gives, which must fire once."""
-
-    def __init__(self, point: nn.Module) -> None:
-        self.point = point
-        self._values: list[Tensor] = []
-
-    def __enter__(self) -> "_Noted":
-        self._hook = shared_changes(self.point.register_forward_hook(self._note))
-        self._hook.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.__exit__(None, None, None)
-
-    def _note(self, _: nn.Module, __: object, output: Tensor) -> None:
-        self._values.append(output)
-
-    @property
-    def value(self) -> Tensor:
-        """What it gave: the positions of one sequence."""
-        if len(self._values) != 1 or len(self._values[0]) != 1:
-            raise BlockError("hook_z does not fire once")
-        return self._values[0]
-
-
-def _n_heads(shape: torch.Size, attention: nn.Module) -> int | None:
-    """Return how many heads z has: `[1 n_pos n_heads d_head]` or `[1 n_pos d_z]`."""
-    if len(shape) == 4:
-        return shape[2]
-    n_heads = getattr(getattr(attention, "config", None), "n_heads", None)
-    if not isinstance(n_heads, int) or shape[-1] % n_heads:
-        return None
-    return n_heads
-
-
-def _hook_point(block: nn.Module, part: str, name: str) -> nn.Module | None:
-    """Return a hook point of a block's part, if there is one."""
-    try:
-        point = getattr(getattr(block, part), name)
-    except Exception as error:
-        # Bridges of other kinds of attention refuse, each with an error of its own.
-        if is_out_of_memory(error):
-            raise
-        return None
-    return point if isinstance(point, nn.Module) else None

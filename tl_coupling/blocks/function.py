@@ -31,7 +31,6 @@ from tl_coupling.blocks.applied import Applied
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.components import (
     Components,
-    hooked_components,
     recorded_components,
 )
 from tl_coupling.blocks.contexts import BlockError, Context
@@ -462,39 +461,18 @@ class BlockFunction(CheckedBlock):
 
     # As components
 
-    def ways_to_components(
-        self, t: int, chunk_size: int | None = None
-    ) -> Iterator[Way[Components]]:
-        """Yield every way to the components of `J_{tt}`, the cheapest first."""
-        arguments = (t, chunk_size)
+    def ways_to_components(self, t: int) -> Iterator[Way[Components]]:
+        """Yield the ways to the components of `J_{tt}`: attention meets the row apart
+        from others, or among them.
+        """
         for is_apart in (True, False):
             evaluate = partial(self._recorded_components, t, is_apart)
             yield "token_local_recorded", evaluate
-        yield "token_local", partial(self._token_local_components, *arguments)
-        yield "full_sequence", partial(self._full_sequence_components, *arguments)
 
     def _recorded_components(self, t: int, is_apart: bool) -> Evaluated[Components]:
         """Evaluate from the record of the block's operations on one row."""
         recorded = self._record([t], t, is_apart)
         return recorded.y, recorded_components(recorded)
-
-    def _token_local_components(
-        self, t: int, chunk_size: int | None
-    ) -> Evaluated[Components]:
-        """Evaluate by reverse mode through hook points, on one row."""
-        function = self.token_local(t, t)
-        x = self.X[t]
-        block = self.call.module
-        return function(x), hooked_components(function, x, block, 0, chunk_size)
-
-    def _full_sequence_components(
-        self, t: int, chunk_size: int | None
-    ) -> Evaluated[Components]:
-        """Evaluate by reverse mode through hook points, on all rows."""
-        function = self.full_sequence(t, t)
-        x = self.X[t]
-        block = self.call.module
-        return function(x), hooked_components(function, x, block, t, chunk_size)
 
     def looks_ahead(self, t2: int) -> bool:
         """Say whether later rows act on this one (vision, BERT)."""

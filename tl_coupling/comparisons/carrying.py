@@ -392,9 +392,7 @@ def carriers(
     for i in with_progress(range(len(connections)), progress, "components"):
         connection = connections[i]
         block = trace.blocks[connection.layer].branches()
-        components, path = components_and_path(
-            block, connection.output_position, chunk_size
-        )
+        components, path = components_and_path(block, connection.output_position)
         paths[str(connection)] = path
         rows.append(_shares(components, decomposed.jacobian(i), frames))
     labels = _all_labels(shares.labels for shares in rows)

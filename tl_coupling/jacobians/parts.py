@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import Count, checked, made_by
+from tl_coupling.arguments import checked, made_by
 from tl_coupling.blocks import (
     BlockFunction,
     Components,
@@ -90,7 +90,6 @@ def block_parts(
     layer: int,
     position: int = -1,
     *,
-    chunk_size: Count | None = None,
     function: Function = "block",
 ) -> BlockParts:
     r"""Split the Jacobian of one block into its heads, its MLP, and what both make.
@@ -114,7 +113,6 @@ def block_parts(
         trace: a traced prompt.
         layer: the block.
         position: the token, as in `block_jacobian`; the last by default.
-        chunk_size: as there.
         function: as there.
 
     Raises:
@@ -136,7 +134,7 @@ def block_parts(
     t = trace.position_index(position)
     index = trace.layer_index(layer)
     block = measured(trace.blocks[index], function)
-    components, path = components_and_path(block, t, chunk_size)
+    components, path = components_and_path(block, t)
     paths = {str(Connection(index, t, t, t)): path}
     return BlockParts(
         matrices=components.matrices(),
@@ -154,9 +152,7 @@ def label(name: str, layer: int) -> str:
     return f"{layer}_{name}"
 
 
-def components_and_path(
-    block: BlockFunction, position: int, chunk_size: int | None = None
-) -> tuple[Components, Path]:
+def components_and_path(block: BlockFunction, position: int) -> tuple[Components, Path]:
     """Return the components of `J_{tt}`, and the way in which they were evaluated.
 
     Their sum agrees with the full sequence.
@@ -169,7 +165,7 @@ def components_and_path(
     def products(components: Components) -> list[Tensor]:
         return [components.left_product(expected.u)]
 
-    ways = block.ways_to_components(position, chunk_size)
+    ways = block.ways_to_components(position)
     refusal = partial(_refusal, block, position)
     return block.cheapest(ways, [position], position, products, refusal)
 
@@ -184,7 +180,6 @@ def _refusal(block: BlockFunction, position: int) -> ValueError:
         )
     return ValueError(
         f"layer {block.layer}: the block has no attention and MLP that can be told apart "
-        "(one attention that writes to the stream, as two products q Kᵀ and P V or with "
-        "TransformerLens' hook_z, and an MLP beside or after it): take its whole Jacobian "
-        "from `block_jacobian`"
+        "(one attention that writes to the stream, as two products q Kᵀ and P V, and an "
+        "MLP beside or after it): take its whole Jacobian from `block_jacobian`"
     )
