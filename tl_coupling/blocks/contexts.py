@@ -196,9 +196,10 @@ class AttentionProducts(TorchFunctionMode):
         is_attention = func is nn.functional.scaled_dot_product_attention
         if is_attention and (meets_rows or self.context.n_products == 0):
             return self._attention(*args, **options)
-        if not meets_rows and func in BATCHED_PRODUCTS:
+        is_before_products = not meets_rows and self.context.n_products < 2
+        if is_before_products and func in BATCHED_PRODUCTS:
             return self._batched_product(*args, **options)
-        if not meets_rows and func in PRODUCTS_AND_SUMS:
+        if is_before_products and func in PRODUCTS_AND_SUMS:
             return self._product_and_sum(*args, **options)
         # Projections multiply by matrices of two axes.
         is_product = func in PRODUCTS and len(args) == 2
