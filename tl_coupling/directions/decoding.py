@@ -17,7 +17,7 @@ from tl_coupling.directions.interventions import Directions, own_facts
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
-from tl_coupling.models import JacobianLens
+from tl_coupling.models import JacobianLens, bridge_of
 from tl_coupling.results import DifferentPrompts, Saved
 from tl_coupling.trajectories import check_lens
 
@@ -34,6 +34,8 @@ _DEFAULT_K = 10
 SAME_GAIN = 0.01
 # Rows that differ by less than this share are one.
 _SAME_ROW = 1e-4
+# How far, as a share, the stream of a bridge may lie from that of its model.
+_SAME_STREAM = 1e-3
 _LARGE = 1024
 
 
@@ -540,12 +542,20 @@ def _components(
 
     The last, "rest", is what the stream has beside them.
     """
-    model: Any = trace.model
+    model = bridge_of(trace.model)
     assert trace.tokens is not None
     tokens = trace.tokens.to(next(model.parameters()).device)
     # As it was traced: a model whose weights are on disk has them only while it runs.
     with torch.no_grad(), own_arithmetic(model):
         _, cache = model.run_with_cache(tokens[None])
+        place = f"blocks.{layer}.hook_resid_pre"
+        if layer == trace.n_layers:
+            place = f"blocks.{layer - 1}.hook_resid_post"
+        if not _is_same_stream(cache[place][0, position], trace, layer, position):
+            raise ValueError(
+                "what wrote the stream is not known: in a TransformerBridge around this "
+                f"model another stream enters block {layer}"
+            )
         # Parts are `[component batch pos d_model]`, of a batch of one.
         parts, labels = cache.decompose_resid(layer, mode="all", return_labels=True)
         rows = dict(zip(labels, parts[:, 0, position], strict=True))
@@ -619,6 +629,17 @@ def _is_norm(module: nn.Module, width: int) -> bool:
     of queries and keys have fewer.
     """
     return [parameter.shape for parameter in module.parameters()] == [(width,)]
+
+
+def _is_same_stream(
+    x: Float[Tensor, " d"], trace: Trace, layer: int, position: int
+) -> bool:
+    """Say whether a row of the stream is that of a trace, up to the rounding of several
+    blocks in x's own dtype.
+    """
+    tolerance = max(_SAME_STREAM, 4 * torch.finfo(x.dtype).eps)
+    expected = trace.residual[layer, position]
+    return bool((x.to(expected) - expected).norm() <= tolerance * expected.norm())
 
 
 def _is_close(x: Tensor, expected: Tensor) -> bool:

@@ -2,7 +2,6 @@
 it from here, whole, quantised, left on disk or untrained.
 """
 
-import copy
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from tl_coupling.models.adapters import adapter_beside, merge_adapters
-from tl_coupling.models.advice import one_line
 from tl_coupling.models.completeness import load_whole, number_of_weights
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
+from tl_coupling.models.in_memory import copied_modules
 from tl_coupling.models.load_request import LoadRequest
-from tl_coupling.models.loaded import is_packed, kind_of_config, reads_pixels
+from tl_coupling.models.loaded import kind_of_config, reads_pixels
 from tl_coupling.models.made_of import MadeOf, paths_of
 from tl_coupling.models.own_model import OwnModel
 from tl_coupling.models.tokenization import lacks_tokenizer, wordless_tokenizer
@@ -159,7 +158,7 @@ class _BridgeLoading:
         self._own_modules = None
         self._paths = paths_of(model)
         with suppress(ModelError):
-            self._own_modules = _copied_modules(model)
+            self._own_modules = copied_modules(model)
         return model
 
     def _huggingface_model(
@@ -241,21 +240,3 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def _copied_modules(model: nn.Module) -> nn.Module:
-    """Return copies of the modules that share all tensors, in eval mode."""
-    # What is in the memo of `deepcopy` is not copied.
-    shared: dict[int, Any] = {
-        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
-    }
-    # bitsandbytes moves scales into a layer's state when it first runs.
-    states = (vars(part).get("state") for part in filter(is_packed, model.modules()))
-    shared |= {id(state): state for state in states if state is not None}
-    try:
-        return copy.deepcopy(model, shared).eval()
-    # Copying runs code of the model's own: it may raise anything.
-    except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be copied: {one_line(error)}"
-        ) from error

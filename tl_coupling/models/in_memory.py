@@ -2,6 +2,7 @@
 by their own library.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from tl_coupling.models.advice import one_line
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
-from tl_coupling.models.loaded import kind_of_config
+from tl_coupling.models.loaded import is_packed, kind_of_config
 from tl_coupling.models.own_model import OwnModel, without_adapter_wrapper
+from tl_coupling.models.tokenization import wordless_tokenizer
 
 
 def is_huggingface(model: nn.Module) -> bool:
@@ -76,3 +78,59 @@ def _path_of_blocks(own_model: OwnModel) -> str | None:
             f"its blocks ({one_line(error)}): give them to `tl_coupling.trace_modules`"
         ) from error
     return own_model.path_of_blocks
+
+
+def bridge_of(model: nn.Module) -> Any:
+    """Return a TransformerBridge for what TransformerLens alone knows: the parts of the
+    stream by name, and whether its lenses fit. Any other model as it is.
+
+    Of a HuggingFace model it is around copies of the modules, which share its tensors:
+    TransformerLens rewires what it gets. It may compute something else than the model.
+
+    Raises:
+        ModelError: TransformerLens makes none.
+    """
+    if not isinstance(model, OwnModel):
+        return model
+    from transformer_lens.model_bridge import TransformerBridge
+
+    modules = copied_modules(without_adapter_wrapper(model.original_model))
+    first = next(modules.parameters())
+    try:
+        # The parts of attention can be seen.
+        modules.set_attn_implementation("eager")
+        # By that a bridge is chosen, and not every configuration names it.
+        if not modules.config.architectures:
+            modules.config.architectures = [type(modules).__name__]
+        with torch.random.fork_rng(devices=[]):
+            return TransformerBridge.boot_transformers(
+                model.cfg.model_name,
+                hf_model=modules,
+                tokenizer=model.tokenizer or wordless_tokenizer(),
+                device=first.device,
+                dtype=first.dtype,
+            ).eval()
+    # TransformerLens raises anything.
+    except Exception as error:
+        raise ModelError(
+            f"TransformerLens makes no bridge of {type(modules).__name__}: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def copied_modules(model: nn.Module) -> Any:
+    """Return copies of the modules that share all tensors, in eval mode."""
+    # What is in the memo of `deepcopy` is not copied.
+    shared: dict[int, Any] = {
+        id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
+    }
+    # bitsandbytes moves scales into a layer's state when it first runs.
+    states = (vars(part).get("state") for part in filter(is_packed, model.modules()))
+    shared |= {id(state): state for state in states if state is not None}
+    try:
+        return copy.deepcopy(model, shared).eval()
+    # Copying runs code of the model's own: it may raise anything.
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied: {one_line(error)}"
+        ) from error

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tl_coupling.arguments import made_by
+from tl_coupling.models.in_memory import bridge_of
 
 if TYPE_CHECKING:
     from transformer_lens import FactoredMatrix
@@ -83,7 +84,12 @@ def check_takes_lens(model: nn.Module, d_model: int) -> None:
 
     It reads causal language models with raw weights, as bridges.
     """
-    jacobian_lens({0: torch.zeros(d_model, d_model)}, 1, {}).validate_model(model)
+    check_lens_fits(jacobian_lens({0: torch.zeros(d_model, d_model)}, 1, {}), model)
+
+
+def check_lens_fits(lens: JacobianLens, model: nn.Module) -> None:
+    """Raise what TransformerLens raises for a lens that does not fit a model."""
+    lens.validate_model(bridge_of(model))
 
 
 def described_for_lens(model: Any) -> dict[str, Any]:

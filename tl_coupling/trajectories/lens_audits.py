@@ -17,7 +17,12 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked, described, made_by
 from tl_coupling.blocks import Trace
-from tl_coupling.models import JacobianLens, check_takes_lens, described_for_lens
+from tl_coupling.models import (
+    JacobianLens,
+    check_lens_fits,
+    check_takes_lens,
+    described_for_lens,
+)
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import DifferentPrompts, Saved, tidy_table
 from tl_coupling.trajectories.lenses import (
@@ -564,7 +569,7 @@ def _compared_facts(lens: JacobianLens, trace: Trace) -> tuple[list[str], list[s
         elif fact != own_facts[name]:
             differing.append(f"{meaning} (`{name}` in its metadata)")
     try:
-        lens.validate_model(trace.model)
+        check_lens_fits(lens, trace.model)
     except ValueError as error:
         differing.append(" ".join(str(error).split()))
     own_versions = trace.provenance.get("versions", {})

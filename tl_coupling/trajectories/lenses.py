@@ -14,6 +14,7 @@ from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import block_jacobians, pulled_back
 from tl_coupling.models import (
     JacobianLens,
+    check_lens_fits,
     check_takes_lens,
     described_for_lens,
     jacobian_lens,
@@ -278,7 +279,7 @@ def check_lens(lens: JacobianLens, trace: Trace) -> None:
     """Raise ValueError or TypeError unless a lens is of the model of a trace."""
     # Read by TransformerLens too.
     metadata = metadata_of(lens)
-    lens.validate_model(trace.model)
+    check_lens_fits(lens, trace.model)
     check_matrices_of(lens, trace.d_model)
     # A lens that TransformerLens fitted says none.
     digest = metadata.get("weights_digest")
