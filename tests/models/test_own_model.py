@@ -283,3 +283,169 @@ def test_interventions_are_on_the_model_that_is_measured(tmp_path: Path) -> None
         plain = model(torch.tensor([IDS]), use_cache=False).logits
         assert not torch.allclose(steered, plain, atol=1e-3)
         torch.testing.assert_close(trace.model(torch.tensor([IDS])), plain)
+
+
+# What models in memory may be
+
+
+def test_weights_that_a_model_writes_into_are_as_before() -> None:
+    """RWKV divides some in place, in eval mode, when it is called."""
+    model = tiny.huggingface_model("rwkv", num_hidden_layers=8)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(tlc.ModelError, match="no list of modules that pass one"):
+        tlc.trace(model, IDS)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "bert", "llama"])
+def test_token_types_of_zeros_are_passed_on_where_they_are_taken(
+    architecture: str,
+) -> None:
+    """GPT-2 adds the embedding of token 0 for them."""
+    model = tiny.huggingface_model(architecture)
+    ids = torch.tensor([IDS])
+    types = torch.zeros_like(ids)
+    trace = tlc.trace(model, {"input_ids": ids, "token_type_ids": types})
+    inputs = {"input_ids": ids}
+    if architecture != "llama":
+        inputs["token_type_ids"] = types
+    with torch.no_grad():
+        expected = model(**inputs).logits[0]
+    torch.testing.assert_close(
+        trace.logits(trace.residual[-1]), expected, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_the_tokenizer_that_was_given_is_used_and_not_its_file(
+    tokenizer_folder: Path,
+) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
+    bos = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.bos_token = bos
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 0)]
+    )
+    expected = tokenizer("w5 w6").input_ids
+    assert expected[0] == 0
+    model = tiny.huggingface_model("llama")
+    trace = tlc.trace(model, "w5 w6", tokenizer=tokenizer)
+    assert trace.tokens.tolist() == expected
+
+
+def test_an_adapter_that_is_on_is_another_model_than_one_that_is_off() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny.huggingface_model("llama"), config)
+    on = tlc.depth_coupling(tlc.trace(model, IDS[:5]), k=4)
+    assert on.provenance["adapter"] == "default at scale 2"
+    with model.disable_adapter():
+        off = tlc.depth_coupling(tlc.trace(model, IDS[:6]), k=4)
+    assert off.provenance["adapter"] == "off"
+    with pytest.raises(ValueError, match="of the same adapter"):
+        tlc.mean_of_maps([on, off])
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_hook_before_a_block_is_part_of_the_block(layer: int) -> None:
+    """Against autograd through the model, from what enters the hook."""
+    model = tiny.huggingface_model("llama")
+    blocks = tiny.layers_of(model)
+    blocks[layer].register_forward_pre_hook(
+        lambda _, args: (args[0] * 1.5 + args[0].tanh(), *args[1:])
+    )
+    trace = tlc.trace(model, IDS)
+    measured = tlc.block_jacobian(trace, layer)
+    outputs: list[torch.Tensor] = []
+    moved = torch.zeros(trace.d_model, requires_grad=True)
+
+    def move(_: nn.Module, __: object, output: Any) -> Any:
+        stream = output if isinstance(output, torch.Tensor) else output[0]
+        row = torch.zeros_like(stream)
+        row[0, -1] = moved
+        return stream + row
+
+    before = model.get_input_embeddings() if layer == 0 else blocks[layer - 1]
+    before.register_forward_hook(move)
+    blocks[layer].register_forward_hook(lambda _, __, output: outputs.append(output))
+    model(torch.tensor([IDS]))
+    (output,) = outputs
+    rows = [torch.autograd.grad(y, moved, retain_graph=True)[0] for y in output[0, -1]]
+    expected = torch.stack(rows) - torch.eye(trace.d_model)
+    torch.testing.assert_close(measured, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_hooks_before_blocks_act_as_on_a_bridge(tmp_path: Path) -> None:
+    model = tiny.huggingface_model("llama")
+    bridge = loaded_folder(model, tmp_path)
+    own = tlc.load_model(hf_model=model)
+    hooks = [("blocks.1.hook_resid_pre", lambda x, hook: 1.5 * x)]
+    jacobians = []
+    for one in (own, bridge):
+        with one.hooks(fwd_hooks=hooks):
+            jacobians.append(jacobian(one))
+    torch.testing.assert_close(*jacobians, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0)])
+def test_blocks_that_are_there_several_times(order: tuple[int, ...]) -> None:
+    model = tiny.huggingface_model("llama")
+    blocks = [tiny.layers_of(model)[i] for i in order]
+    model.model.layers = nn.ModuleList(blocks)
+    model.config.num_hidden_layers = len(order)
+    # One type for each layer, in the transformers that have them.
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:1] * len(order)
+    ids = torch.tensor([IDS])
+    trace = tlc.trace(model, IDS)
+    expected = tlc.trace_modules(blocks, lambda: model(ids, use_cache=False))
+    assert trace.n_layers == len(order)
+    torch.testing.assert_close(
+        tlc.block_jacobians(trace), tlc.block_jacobians(expected)
+    )
+
+
+def test_weights_that_accelerate_moves_in_when_they_are_needed() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny.huggingface_model("llama")
+    expected = oracle(model)
+    accelerate.cpu_offload(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    torch.testing.assert_close(jacobian(model), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_tokens_that_were_added_after_loading() -> None:
+    model = tiny.huggingface_model("llama")
+    loaded = tlc.load_model(hf_model=model)
+    n_tokens = loaded.cfg.d_vocab
+    model.resize_token_embeddings(n_tokens + 4)
+    assert tlc.trace(loaded, [n_tokens + 3, 1, 2]).n_pos == 3
+
+
+def test_a_block_that_was_compiled() -> None:
+    model = tiny.huggingface_model("llama")
+    expected = oracle(model)
+    blocks = tiny.layers_of(model)
+    blocks[1] = torch.compile(blocks[1], backend="eager")
+    torch.testing.assert_close(jacobian(model), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_an_error_of_the_model_is_told_as_it_is() -> None:
+    model = tiny.huggingface_model("llama")
+    model.config.return_dict = False
+    with pytest.raises(tlc.ModelError, match="'tuple' object has no attribute"):
+        tlc.trace(model, IDS)
+
+
+def test_decode_names_the_heads_of_a_model_in_memory(tmp_path: Path) -> None:
+    model = tiny.huggingface_model("llama")
+    decoded = tlc.directions.decode(tlc.trace(model, IDS), 1)
+    bridge = loaded_folder(model, tmp_path)
+    expected = tlc.directions.decode(tlc.trace(bridge, IDS), 1)
+    assert decoded.components == expected.components
+    torch.testing.assert_close(decoded.reads, expected.reads, atol=1e-4, rtol=1e-3)
+    lens = tlc.trajectories.product_lens([tlc.trace(model, IDS)])
+    assert lens.d_model == tiny.D_MODEL

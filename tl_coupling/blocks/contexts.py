@@ -228,9 +228,9 @@ class AttentionProducts(TorchFunctionMode):
 
     def _attention(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Tensor | None = None,
         *_: object,
         is_causal: bool = False,
@@ -241,17 +241,17 @@ class AttentionProducts(TorchFunctionMode):
         """Compute attention as two products, which every kind of differentiation
         knows.
         """
-        keys, values = k, v
+        keys, values = key, value
         if len(self.context.seen) < 2:
-            keys = self.context.completed(k)
-            values = self.context.completed(v)
+            keys = self.context.completed(key)
+            values = self.context.completed(value)
         if enable_gqa:
             keys, values = (
-                rows.repeat_interleave(q.shape[1] // rows.shape[1], dim=1)
+                rows.repeat_interleave(query.shape[1] // rows.shape[1], dim=1)
                 for rows in (keys, values)
             )
         # torch's default of `scaled_dot_product_attention`.
-        scores = self._product((scale or q.shape[-1] ** -0.5) * q, keys.mT)
+        scores = self._product((scale or query.shape[-1] ** -0.5) * query, keys.mT)
         if is_causal:
             # Query i stands behind the rows before; torch would count from the first.
             allowed = torch.ones_like(scores, dtype=torch.bool)

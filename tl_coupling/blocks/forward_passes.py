@@ -81,9 +81,10 @@ class ForwardPass:
         with shared_changes() as hooks:
             # A block that runs several times gets one hook, which is called each time.
             for block in dict.fromkeys(blocks):
+                # Before hooks of the user's, which are part of the block.
                 hooks.enter_context(
                     block.register_forward_pre_hook(
-                        forward_pass._enter, with_kwargs=True
+                        forward_pass._enter, with_kwargs=True, prepend=True
                     )
                 )
                 hooks.enter_context(block.register_forward_hook(forward_pass._leave))

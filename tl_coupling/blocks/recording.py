@@ -11,7 +11,7 @@ from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.blocks.streamed import forward_pass_of
-from tl_coupling.models import ModelInput, OwnModel, facts_of
+from tl_coupling.models import ModelInput, OwnModel, facts_of, input_device
 
 
 class _BlocksDone(Exception):
@@ -51,11 +51,11 @@ def _stop(*_: object) -> None:
 def _run(model: Any, model_input: ModelInput) -> None:
     """Run the model; ValueError if it fails without us too."""
     # A model may have been moved since its tokenizer made the ids.
-    batch = model_input.batch.to(next(model.parameters()).device)
+    batch = model_input.batch.to(input_device(model))
     options = model_input.options_of_call(model)
     try:
         model(batch, return_type=None, **options)
-    except (RuntimeError, AttributeError, IndexError) as error:
+    except (RuntimeError, AttributeError, LookupError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
         message = " ".join(str(error).split())[:300]

@@ -59,8 +59,6 @@ def own_model_of(
     own_model = OwnModel(hf_model, tokenizer, name, facts.path_of_blocks)
     facts.path_of_blocks = _path_of_blocks(own_model)
     loaded_as: LoadedAs = {"model": name, "checkpoint": None, "untrained": False}
-    if inner is not hf_model:
-        loaded_as["adapter"] = type(hf_model).__name__
     facts_of(own_model).loaded_as = loaded_as
     return own_model
 
@@ -68,7 +66,7 @@ def own_model_of(
 def _path_of_blocks(own_model: OwnModel) -> str | None:
     """Return where a model has its list of blocks."""
     try:
-        assert len(own_model.blocks)
+        assert len(own_model.find_blocks())
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     # A foreign model may raise anything.

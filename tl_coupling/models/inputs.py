@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tl_coupling.models.images import described_type, image_provenance
 from tl_coupling.models.loaded import is_bridge, reads_pixels
+from tl_coupling.models.own_model import input_device
 from tl_coupling.models.tokenization import check_tokens, str_tokens, tokens_of
 
 # Rows of a residual stream in one run of what follows the blocks: so many that reading
@@ -294,10 +295,12 @@ def _unpack_batch(
             "`prompt` must be one prompt, got several of different lengths: tokenize "
             "one text at a time"
         ) from None
-    # What says nothing is left out, also for models that do not take it.
+    # What says nothing is left out, for models that do not take it.
     if _says_nothing(further.get("attention_mask"), 1):
         del further["attention_mask"]
-    if _says_nothing(further.get("token_type_ids"), 0):
+    # GPT-2 adds the embedding of token 0 where all types are 0.
+    is_unused = not _takes(model, "token_type_ids")
+    if is_unused and _says_nothing(further.get("token_type_ids"), 0):
         del further["token_type_ids"]
     mask = further.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim <= 2:
@@ -351,7 +354,7 @@ def _takes(model: Any, name: str) -> bool:
 
 
 def _on_device_of(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    device = next(model.parameters()).device
+    device = input_device(model)
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in inputs.items()

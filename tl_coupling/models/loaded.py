@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tl_coupling.arguments import warn_caller
 from tl_coupling.models.digests import weights_digest
 from tl_coupling.models.facts import facts_of
-from tl_coupling.models.own_model import OwnModel
+from tl_coupling.models.own_model import OwnModel, adapters_in_words
 
 _PACKAGES = ("tl-coupling", "transformer-lens", "transformers", "torch", "numpy")
 # In which fields of a HuggingFace configuration models declare how many positions they
@@ -150,8 +150,12 @@ def describe_model(
             "loads raw weights"
         )
     own_name = getattr(model.cfg, "model_name", type(model).__name__)
+    adapters = None
+    if isinstance(model, OwnModel):
+        adapters = adapters_in_words(model.original_model)
     return {
         **(facts_of(model).loaded_as or {"model": own_name}),
+        **({} if adapters is None else {"adapter": adapters}),
         "backend": _backend(model),
         "architecture": type(getattr(model, "original_model", model)).__name__,
         **_common_provenance(model, residual),

@@ -35,7 +35,7 @@ from tl_coupling.models.load_request import (
 from tl_coupling.models.loaded import describe_kind
 from tl_coupling.models.patched_transformer_lens import nothing_installed
 from tl_coupling.models.refusals import refuse_depth, refuse_no_folder
-from tl_coupling.models.tokenization import knows_text
+from tl_coupling.models.tokenization import knows_text, saved_tokenizer
 from tl_coupling.models.weights import Quantization
 
 # torch's class cannot say it itself.
@@ -166,7 +166,8 @@ def load_model(
     facts.loaded_as = request.loaded_as(facts.loaded_as)
     if facts.made_of is not None:
         own_model = facts.made_of.own_model
-        own_model.tokenizer = model.tokenizer
+        has_words = model.tokenizer is not None
+        own_model.tokenizer = saved_tokenizer(model) if has_words else None
         facts_of(own_model).loaded_as = facts.loaded_as
     return model.eval()
 

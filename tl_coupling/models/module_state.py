@@ -1,13 +1,15 @@
 """The state of modules: left as it was found, and as it was when a block was called."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tl_coupling.arguments import shared_changes
 
@@ -47,6 +49,44 @@ def eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
         config = vars(part).get("config")
         if getattr(config, _EXPERTS, None) not in (None, "eager"):
             yield config, _EXPERTS, "eager"
+
+
+# A mode, because it is the model's own code that writes.
+class WeightsKept(TorchDispatchMode):
+    """Context in which weights that a model writes into while it is called (RWKV divides
+    some in place) are copied before, and have their values again afterwards.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._weights: dict[int, list[Tensor]] = {}
+        for weight in model.parameters():
+            if not weight.is_meta and not weight.is_inference():
+                self._weights.setdefault(_storage(weight), []).append(weight)
+        self._written: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call an operation; keep what it writes into, the first time."""
+        is_write = func._schema.is_mutable and args and isinstance(args[0], Tensor)
+        if is_write and not args[0].is_meta:
+            for weight in self._weights.pop(_storage(args[0]), []):
+                self._written.append((weight, weight.detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> None:
+        """Give the weights their values again, after the context."""
+        for weight, values in self._written:
+            weight.detach().copy_(values)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Found(NamedTuple):
@@ -141,7 +181,8 @@ class CallState:
 
 def _copied(part: nn.Module, name: str) -> Any:
     """Return an attribute of a module; of hooks a copy, without those of this package."""
-    value = vars(part)[name]
+    # A module that torch.compile made forwards some of them.
+    value = getattr(part, name)
     if not isinstance(value, dict) or not value:
         return value
     own = {

@@ -16,6 +16,7 @@ from tl_coupling.arguments import cached_property, defaults_of_model, shared_cha
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.module_state import (
     Change,
+    WeightsKept,
     attributes_set,
     eager_experts,
     left_as_found,
@@ -86,7 +87,11 @@ class OwnModel(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks, in the order in which they run.
+        """The blocks, in the order in which they run; as `find_blocks`."""
+        return self.find_blocks()
+
+    def find_blocks(self) -> nn.ModuleList:
+        """Return the blocks, in the order in which they run.
 
         Cost: one run of the model on four tokens, once, where they are not known.
 
@@ -114,7 +119,7 @@ class OwnModel(nn.Module):
         """The model in which peft has put its adapters; any other as it is."""
         return without_adapter_wrapper(self.original_model)
 
-    @cached_property
+    @property
     def cfg(self) -> OwnConfig:
         """Sizes and names."""
         reads_pixels = self.original_model.main_input_name == "pixel_values"
@@ -151,8 +156,11 @@ class OwnModel(nn.Module):
         # arithmetic is that of its weights here.
         if "_original_forward" in vars(given):
             changes.append((given, "forward", vars(given)["_original_forward"]))
-        with in_eval_mode(given), attributes_set(changes):
-            output = given(**{given.main_input_name: batch}, **options)
+        with in_eval_mode(given), attributes_set(changes), shared_changes() as undo:
+            weights = WeightsKept(given)
+            undo.callback(weights.put_back)
+            with weights:
+                output = given(**{given.main_input_name: batch}, **options)
         return getattr(output, "logits", None) if return_type == "logits" else output
 
     @contextmanager
@@ -193,7 +201,7 @@ class OwnModel(nn.Module):
         """Run the model on some input, for what its modules do."""
         given = self.original_model
         first = next(given.parameters())
-        device = first.device
+        device = input_device(given)
         with (
             torch.no_grad(),
             left_as_found([given]),
@@ -309,6 +317,37 @@ def _change_leaving(
     return output if changed is None else type(output)((changed, *output[1:]))
 
 
+def adapters_in_words(model: nn.Module) -> str | None:
+    """Say which adapters of a model in memory act, and at what scale; None where it has
+    none.
+    """
+    layers: list[Any] = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "base_layer", None), nn.Module)
+    ]
+    if not layers:
+        return None
+    acting: set[str] = set()
+    for layer in layers:
+        if getattr(layer, "disable_adapters", False) is True:
+            continue
+        scaling = getattr(layer, "scaling", {})
+        for name in getattr(layer, "active_adapters", ()):
+            scale = scaling.get(name) if isinstance(scaling, dict) else None
+            acting.add(name if scale is None else f"{name} at scale {scale:.6g}")
+    return ", ".join(sorted(acting)) or "off"
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Return where a model takes its input: weights that accelerate has put elsewhere
+    are on `meta` until they are needed.
+    """
+    devices = (parameter.device for parameter in model.parameters())
+    at_hand = (device for device in devices if device.type != "meta")
+    return next(at_hand, torch.device("cpu"))
+
+
 def without_adapter_wrapper(model: nn.Module) -> nn.Module:
     """Return the model in which peft has put its adapters; any other as it is."""
     base = getattr(type(model), "get_base_model", None)
@@ -333,24 +372,29 @@ def path_of_residual_stack(model: nn.Module, run: Callable[[], object]) -> str:
         for path, part in model.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) > 0
     }
+    # What each module got first, which calls of others may follow before it returns.
+    entered: list[Tensor | None] = []
     passed: dict[nn.Module, list[_Passed]] = {}
 
-    def note(
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        entered.append(next(tensors, None))
+
+    def leave(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         stream = output[0] if isinstance(output, tuple | list) and output else output
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        if tensors and isinstance(stream, Tensor):
-            passed.setdefault(module, []).append(_Passed(tensors[0], stream))
+        got = entered.pop()
+        if got is not None and isinstance(stream, Tensor):
+            passed.setdefault(module, []).append(_Passed(got, stream))
 
     with shared_changes() as hooks:
         members = dict.fromkeys(member for part in lists.values() for member in part)
         for member in members:
-            hook = member.register_forward_hook(note, with_kwargs=True)
-            hooks.enter_context(hook)
+            # Around hooks of the user's, which are part of the module.
+            before = member.register_forward_pre_hook(
+                enter, with_kwargs=True, prepend=True
+            )
+            hooks.enter_context(before)
+            hooks.enter_context(member.register_forward_hook(leave))
         run()
     stacks = {path: part for path, part in lists.items() if _is_stack(part, passed)}
     outermost = {
@@ -382,10 +426,14 @@ class _Passed:
 
 def _is_stack(members: nn.ModuleList, passed: dict[nn.Module, list[_Passed]]) -> bool:
     """Say whether modules pass a stream `[1 n d]` on, each to the next."""
-    calls = [passed.get(member, []) for member in members]
-    if not all(calls):
-        return False
-    firsts = [calls_of_one[0] for calls_of_one in calls]
+    firsts: list[_Passed] = []
+    for i, member in enumerate(members):
+        # One that is there several times is called as often.
+        n_before = list(members)[:i].count(member)
+        calls = passed.get(member, [])
+        if len(calls) <= n_before:
+            return False
+        firsts.append(calls[n_before])
     is_stream = all(
         call.stream.ndim >= 2 and call.stream.shape == call.output.shape
         for call in firsts

@@ -90,7 +90,7 @@ def tokens_of(
     # The text alone; what the tokenizer puts around it is found by comparison.
     text = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     remarks = _remark_on_unknown(text, tokenizer)
-    prefix, suffix = _special_tokens_around(text, prompt, _own_tokenizer(model))
+    prefix, suffix = _special_tokens_around(text, prompt, saved_tokenizer(model))
     if prepend_bos is False:
         prefix = []
     elif prepend_bos and not prefix:
@@ -213,14 +213,16 @@ def _ids_of_one_prompt(ids: Sequence[int] | Tensor) -> Int[Tensor, " n_pos"]:
     return tokens.flatten()
 
 
-def _own_tokenizer(model: Any) -> Any:
+def saved_tokenizer(model: Any) -> Any:
     """Return the model's tokenizer as it was saved.
 
     TransformerLens may have replaced it by one that always prepends a BOS token.
     """
     tokenizer = model.tokenizer
-    # It prepends no BOS token, and so was not replaced.
-    if tokenizer("a")["input_ids"][:1] != [tokenizer.bos_token_id]:
+    # TransformerLens has not seen it, or it prepends no BOS token and was not replaced.
+    if isinstance(model, OwnModel) or tokenizer("a")["input_ids"][:1] != [
+        tokenizer.bos_token_id
+    ]:
         return tokenizer
     trusted = facts_of(model).loaded_as.get("trust_remote_code", False)
     return _reloaded_tokenizer(tokenizer.name_or_path, trusted) or tokenizer

@@ -12,6 +12,7 @@ _MODEL_FACTS = (
     "untrained",
     "quantization",
     "architecture",
+    "adapter",
     "weight_processing",
     "weights_digest",
     "spliced",
