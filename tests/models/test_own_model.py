@@ -449,3 +449,14 @@ def test_decode_names_the_heads_of_a_model_in_memory(tmp_path: Path) -> None:
     torch.testing.assert_close(decoded.reads, expected.reads, atol=1e-4, rtol=1e-3)
     lens = tlc.trajectories.product_lens([tlc.trace(model, IDS)])
     assert lens.d_model == tiny.D_MODEL
+
+
+def test_a_hook_with_tensors_in_16_bits_is_told() -> None:
+    model = tiny.huggingface_model("llama").to(torch.bfloat16)
+    direction = torch.ones(tiny.D_MODEL, dtype=torch.bfloat16)
+    tiny.layers_of(model)[0].register_forward_hook(
+        lambda _, __, output: output - (output @ direction)[..., None] * direction
+    )
+    trace = tlc.trace(model, IDS)
+    with pytest.raises(tlc.gradients.StepError, match="another dtype than float32"):
+        tlc.block_jacobian(trace, 0)

@@ -687,6 +687,12 @@ class CheckedBlock(EvaluatedBlock):
     def _causes(self) -> str:
         """Say why a block is not the function that was traced."""
         dropped = self.call.dropped_cache
+        if dropped is None and self.recorded is not None:
+            own = str(self.X.dtype).removeprefix("torch.")
+            return (
+                f"{_CAUSES}; or a hook of yours has tensors of another dtype than {own}, "
+                "in which blocks are evaluated: convert them to that of its input"
+            )
         if dropped is None:
             return _CAUSES
         return (

@@ -105,8 +105,10 @@ def block_parts(
     d_model]`, rows index outputs, an entry is a dimensionless gain, and they sum to
     `block_jacobian`.
 
-    What is not split is one component: attention without heads that could be told apart
-    is "9_attn_out". A block that changes the stream itself, by a norm (`function`) or a
+    Heads are told apart where `P V` leaves attention, in the order that they have there:
+    a norm of all of them before the output projection (BitNet) is part of what they
+    write. What is not split is one component: attention without heads that could be told
+    apart is "9_attn_out". A block that changes the stream itself, by a norm (`function`) or a
     multiplier, has a component "9_skip", which holds what it takes away.
 
     Args:
