@@ -687,17 +687,18 @@ class CheckedBlock(EvaluatedBlock):
     def _causes(self) -> str:
         """Say why a block is not the function that was traced."""
         dropped = self.call.dropped_cache
-        if dropped is None and self.recorded is not None:
-            own = str(self.X.dtype).removeprefix("torch.")
+        if dropped is not None:
             return (
-                f"{_CAUSES}; or a hook of yours has tensors of another dtype than {own}, "
-                "in which blocks are evaluated: convert them to that of its input"
+                f"It was called with a key/value cache (`{dropped}`), which a trace "
+                "leaves out: run the whole sequence without it (`use_cache=False`), "
+                "prefix included"
             )
-        if dropped is None:
+        if self.recorded is None:
             return _CAUSES
+        own = str(self.X.dtype).removeprefix("torch.")
         return (
-            f"It was called with a key/value cache (`{dropped}`), which a trace leaves "
-            "out: run the whole sequence without it (`use_cache=False`), prefix included"
+            f"{_CAUSES}; or a hook of yours has tensors of another dtype than {own}, in "
+            "which blocks are evaluated: convert them to that of its input"
         )
 
     def _active_hooks(self) -> str:

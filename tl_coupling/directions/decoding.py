@@ -246,10 +246,12 @@ def decode(
     Raises:
         ValueError: a layer, position or k out of range; a model without an unembedding;
             directions of another model or width; `others`, or a lens for what block 0
-            reads, beside directions.
+            reads, beside directions; a HuggingFace model in memory of which
+            TransformerLens makes no bridge, or one with another stream.
 
     Cost: the Jacobians of this and of all later blocks; the logits of `k + 2 n_draws`
-    directions, two or three times; one pass of the model with TransformerLens's cache.
+    directions, two or three times; one pass of the model with TransformerLens's cache,
+    for which a model in memory gets a bridge.
 
     Example:
         >>> decoded = tlc.directions.decode(trace, layer=1, k=2, n_tokens=3)

@@ -184,8 +184,8 @@ def decompose_each(
 ) -> Iterator[Decomposed]:
     """Decompose and keep each prompt's Jacobians, which are both rows and columns.
 
-    Prompts of a model that is read from disk share its readings; of any other, one
-    prompt at a time is held.
+    Prompts of a model that is read from disk share its readings, and those that are
+    computed together are held together; of any others, one at a time is.
 
     Args:
         wanted: for each prompt as many connections. An iterator is read as far as

@@ -66,7 +66,7 @@ def own_model_of(
 def _path_of_blocks(own_model: OwnModel) -> str | None:
     """Return where a model has its list of blocks."""
     try:
-        assert len(own_model.find_blocks())
+        own_model.find_blocks()
     except (ModelError, MemoryError, torch.OutOfMemoryError):
         raise
     # A foreign model may raise anything.

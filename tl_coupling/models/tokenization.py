@@ -214,7 +214,7 @@ def _ids_of_one_prompt(ids: Sequence[int] | Tensor) -> Int[Tensor, " n_pos"]:
 
 
 def saved_tokenizer(model: Any) -> Any:
-    """Return the model's tokenizer as it was saved.
+    """Return the model's tokenizer as it was saved, or given with a model in memory.
 
     TransformerLens may have replaced it by one that always prepends a BOS token.
     """
