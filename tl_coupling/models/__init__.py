@@ -6,7 +6,12 @@ from tl_coupling.models.digests import module_digest, weights_digest
 from tl_coupling.models.embedded import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import BlockOutputs, ModelFacts, facts_of
-from tl_coupling.models.in_memory import bridge_of, is_huggingface, own_model_of
+from tl_coupling.models.in_memory import (
+    bridge_of,
+    is_huggingface,
+    own_model_of,
+    with_own_modules,
+)
 from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
 from tl_coupling.models.lens_tools import (
     JacobianLens,

@@ -78,6 +78,19 @@ def _path_of_blocks(own_model: OwnModel) -> str | None:
     return own_model.path_of_blocks
 
 
+def with_own_modules(model: nn.Module) -> nn.Module:
+    """Return the HuggingFace model that a loaded bridge was made of; a streamed bridge,
+    and any other model, as it is.
+
+    It needs no comparison with the bridge on each prompt, and has no hook points but
+    those of the stream.
+    """
+    facts = facts_of(model)
+    if facts.made_of is None or facts.is_streamed:
+        return model
+    return facts.made_of.own_model
+
+
 def bridge_of(model: nn.Module) -> Any:
     """Return a TransformerBridge for what TransformerLens alone knows: the parts of the
     stream by name, and whether its lenses fit. Any other model as it is.

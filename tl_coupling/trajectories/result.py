@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-# Rows of the stream whose logits are in memory at a time.
-_ROWS_OF_LOGITS = 64
+# Logits that are in memory at a time: 64 MiB in float32.
+_LOGITS_IN_MEMORY = 2**24
 _TOKEN_MEASURES = ("line_shape_score", "expodistance", "equidistance")
 # All others are numbers without a unit.
 _UNITS = {
@@ -234,13 +234,15 @@ def entropy_by_depth(
         inner_depths = torch.stack(
             [lens.transport(x[depth], depth - 1) for depth in depths]
         )
+    # What leaves the last block needs no lens, and may be normalised already.
+    last_logits = trace.logits(x[-1], trace.final_norm)
+    rows_at_once = max(1, _LOGITS_IN_MEMORY // last_logits.shape[-1])
     entropies = [
         shapes.entropy_of(trace.logits(rows))
-        # Depths and tokens in one axis, a few rows of logits at a time.
-        for rows in inner_depths.flatten(0, 1).split(_ROWS_OF_LOGITS)
+        # Depths and tokens in one axis.
+        for rows in inner_depths.flatten(0, 1).split(rows_at_once)
     ]
-    # What leaves the last block needs no lens, and may be normalised already.
-    entropies.append(shapes.entropy_of(trace.logits(x[-1], trace.final_norm)))
+    entropies.append(shapes.entropy_of(last_logits))
     read_depths = [*depths, trace.n_layers]
     read_entropies = torch.cat(entropies).reshape(len(read_depths), trace.n_pos)
     known = shapes.entropies_by_depth(read_entropies, x[read_depths])

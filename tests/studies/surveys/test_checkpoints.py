@@ -158,7 +158,7 @@ def test_the_dataset_says_how_it_was_made(
     assert undisturbed.attrs["failed"] == "{}"
     assert undisturbed.attrs["orientation"] == "ujv"
     provenance = json.loads(undisturbed.attrs["provenance"])
-    assert provenance["backend"] == "bridge"
+    assert provenance["backend"] == "huggingface"
     assert provenance["dtype"] == "float32"
     assert provenance["versions"]["torch"] == torch.__version__
     assert "checkpoint" not in provenance

@@ -25,7 +25,14 @@ from tl_coupling.arguments import (
     warn_caller,
 )
 from tl_coupling.files import file_name, output_folder
-from tl_coupling.models import Backend, Memory, ModelError, Quantization, load_model
+from tl_coupling.models import (
+    Backend,
+    Memory,
+    ModelError,
+    Quantization,
+    load_model,
+    with_own_modules,
+)
 from tl_coupling.progress import Progress
 from tl_coupling.prompts import Prompt, Prompts, as_prompts
 from tl_coupling.studies.surveys.checkpoints import (
@@ -82,7 +89,8 @@ class Survey:
         prompts_per_unit: a unit of work is one model and checkpoint with this many
             prompts, all by default. Small units lose less when cut off and can run in
             parallel, but each loads its model again.
-        backend, device, dtype, memory: as in `load_model`.
+        backend, device, dtype, memory: as in `load_model`. Where no backend is asked
+            for, a HuggingFace model is measured by its own modules, without a bridge.
         quantization: as there. Quantised models are named so, "gpt2 (nf4)", and may
             share a folder with others.
 
@@ -314,10 +322,12 @@ class MeasureModel:
         return data
 
     def _loaded(self, source: QuantizedSource) -> nn.Module:
-        """Return the model; note where there is no network."""
+        """Return the model, by its own modules unless a backend was asked for; note
+        where there is no network.
+        """
         survey = self.survey
         try:
-            return load_model(
+            model = load_model(
                 **source,
                 backend=survey.backend,
                 device=survey.device,
@@ -328,6 +338,7 @@ class MeasureModel:
             if self.no_network is None and "no network" in str(error):
                 self.no_network = str(error)
             raise
+        return with_own_modules(model) if survey.backend == "auto" else model
 
     def _check_inputs(self, unit: Unit) -> None:
         """Raise where the model or an image is no longer what it was.
