@@ -312,7 +312,7 @@ _OF_TRACES: dict[
     "depth_coupling": (tlc.depth_coupling, lambda t: {"trace": t, "k": 2}),
     "mean_depth_coupling": (
         tlc.mean_depth_coupling,
-        lambda t: {"traces": [t, t], "k": 2},
+        lambda t: {"traces": [t, tlc.trace(t.model, t.tokens[:-1])], "k": 2},
     ),
     "self_coupling": (
         tlc.self_coupling,

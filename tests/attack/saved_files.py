@@ -15,7 +15,7 @@ _BLOCK = 512
 _SAVED: dict[str, Callable[[tlc.Trace], Any]] = {
     "a map": lambda trace: tlc.depth_coupling(trace, k=3),
     "a mean": lambda trace: tlc.mean_depth_coupling(
-        [trace, tlc.trace(trace.model, trace.tokens[:4])], k=3
+        [trace, tlc.trace(trace.model, trace.tokens[:-1])], k=3
     ),
     "a trajectory": lambda trace: tlc.trajectories.measure_trajectory(
         trace, linear=False, noise=False, progress=False
