@@ -23,8 +23,6 @@ from tl_coupling.interrupts import interrupts_held
 if TYPE_CHECKING:
     import pandas
 
-# How long an interrupt waits for a file.
-WRITING_SECONDS = 2.0
 # File systems allow 255 bytes, and callers add to the name.
 _LONGEST_NAME = 150
 _DAY_SECONDS = 24 * 3600
@@ -70,7 +68,7 @@ def write_atomically(
         unfinished.touch(exist_ok=False)
         # An interrupt amid netCDF's calls can leave xarray's lock taken, and closing
         # the file then waits for ever.
-        with interrupts_held(WRITING_SECONDS):
+        with interrupts_held():
             write(unfinished)
             # Readers see the old file or the new one, never a part.
             os.replace(unfinished, path)

@@ -17,7 +17,6 @@ import tl_coupling as tlc
 from attack.interrupts import state_of
 from tl_coupling.blocks.arithmetic import (
     exact_arithmetic,
-    hear_interrupts,
 )
 
 pytestmark = pytest.mark.both_lines
@@ -218,44 +217,3 @@ def test_an_interrupt_at_any_moment_leaves_everything_as_it_was(
         assert state_of(model) == original_state
     assert interrupted == len(delays)
     assert torch.equal(measured(), expected)
-
-
-def test_an_interrupt_is_heard_between_steps_and_a_second_one_at_once() -> None:
-    def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    reached: list[str] = []
-
-    def first() -> None:
-        with exact_arithmetic(CPU):
-            interrupt()
-            reached.append("after the first")
-            hear_interrupts()
-            reached.append("after it was heard")
-
-    def second() -> None:
-        with exact_arithmetic(CPU):
-            interrupt()
-            interrupt()
-            reached.append("after the second")
-
-    def nested() -> None:
-        with exact_arithmetic(CPU), exact_arithmetic(CPU):
-            interrupt()
-
-    for run in (first, second, nested):
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    assert reached == ["after the first"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_error_beside_an_interrupt_is_not_lost() -> None:
-    def both() -> None:
-        with exact_arithmetic(CPU):
-            os.kill(os.getpid(), signal.SIGINT)
-            raise ValueError("beside it")
-
-    with pytest.raises(KeyboardInterrupt) as interrupted:
-        both()
-    assert str(interrupted.value.__context__) == "beside it"

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+from tl_coupling.interrupts import interrupts_held
+
 _Value = TypeVar("_Value")
 
 # What undoes changes, in the order in which they began, and the thread that made them.
@@ -44,7 +46,7 @@ def shared_changes(*contexts: AbstractContextManager[Any]) -> Iterator[ExitStack
     """Change, in this context, what all threads see: models, and settings of the process.
 
     A child that another thread forks has the changes, and not the thread that would take
-    them back: it does that itself.
+    them back: it does that itself. Ctrl-C waits until all are undone.
 
     Args:
         contexts: are entered. None of them may be of the thread itself, as `torch.no_grad`
@@ -56,12 +58,17 @@ def shared_changes(*contexts: AbstractContextManager[Any]) -> Iterator[ExitStack
     undo = ExitStack()
     _changes[undo] = threading.get_ident()
     try:
-        with undo:
-            for context in contexts:
-                undo.enter_context(context)
-            yield undo
+        for context in contexts:
+            undo.enter_context(context)
+        yield undo
     finally:
-        _changes.pop(undo, None)
+        try:
+            with interrupts_held():
+                undo.close()
+        finally:
+            # What is left where an interrupt came before it could be held.
+            undo.close()
+            _changes.pop(undo, None)
 
 
 def _take_back() -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from tl_coupling.arguments.forks import call_in_children, fork_safe_lock, shared_changes
-from tl_coupling.interrupts import none_delivered
+from tl_coupling.interrupts import interrupts_held
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -59,8 +59,7 @@ def measuring() -> Iterator[None]:
         yield
         return
     with _turn, ExitStack() as undo, shared_changes() as undo_shared:
-        # An interrupt between these lines would leave some of them undone.
-        with none_delivered():
+        with interrupts_held():
             # First in, so last undone: the thread counts as measuring until all is as
             # it was.
             undo.callback(setattr, _own, "is_measuring", False)
@@ -72,7 +71,7 @@ def measuring() -> Iterator[None]:
         try:
             yield
         finally:
-            with none_delivered():
+            with interrupts_held():
                 undo_shared.close()
                 undo.close()
 

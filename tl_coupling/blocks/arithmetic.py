@@ -3,7 +3,7 @@ mode in chunks that fit in memory.
 
 Matmul precision, attention kernels and hooks belong to the process, weights to the
 model: one measurement has them at a time, in whichever thread it runs. Ctrl-C takes
-effect between its steps, where every change is undone on the way out.
+effect at once; changes are undone on its way out.
 """
 
 import sys
@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_coupling.arguments import defaults_of_model, measuring, shared_changes
-from tl_coupling.interrupts import hear_interrupts, interrupts_held
+from tl_coupling.interrupts import interrupts_held
 from tl_coupling.models import (
     Change,
     OwnModel,
@@ -38,7 +38,7 @@ from tl_coupling.models import (
 
 # What the measuring thread has entered and not yet left: device, dtype, and the modules'
 # ids.
-_entered: list[tuple[object, ...]] = []
+_entered: set[tuple[object, ...]] = set()
 # Nobody's own.
 _SEED = 0x7C_0FFEE
 # torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a
@@ -98,36 +98,39 @@ def exact_arithmetic(
     """Compute without gradients for parameters and compiled code, with attention in plain
     operations, and with the modules in `dtype`, as `measuring`.
 
-    One thread at a time; Ctrl-C takes effect on entering, on leaving, and in
-    `hear_interrupts`.
+    One thread at a time.
     """
     with measuring():
         state = (device, dtype, *map(id, modules))
         # Entering again would look through all modules for what is done already.
         if state in _entered:
-            hear_interrupts()
             yield
             return
-        with interrupts_held(), shared_changes() as undo, ExitStack() as stack:
-            hear_interrupts()
-            # Weights are constants: gradients of parameters would fill memory.
-            stack.enter_context(torch.no_grad())
-            # Fused kernels have no forward mode, and each rounds in its own way.
-            undo.enter_context(sdpa_kernel(SDPBackend.MATH))
-            undo.enter_context(_not_compiled())
-            undo.enter_context(left_as_found(modules))
-            if modules:
-                # A block that draws at random shall draw others than in the trace.
-                torch.default_generator.manual_seed(_SEED)
-            undo.callback(_forget_graphs, modules)
-            if dtype is not None:
-                # What is made within torch.func ends with it; weights do not.
-                with temporarily_clear_interpreter_stack():
-                    stack.enter_context(attributes_set(_computing_in(modules, dtype)))
-                stack.enter_context(defaults_of_model(None, dtype))
-            _entered.append(state)
-            undo.callback(_entered.pop)
-            yield
+        with shared_changes() as undo, ExitStack() as stack:
+            with interrupts_held():
+                # Weights are constants: gradients of parameters would fill memory.
+                stack.enter_context(torch.no_grad())
+                # Fused kernels have no forward mode, and each rounds in its own way.
+                undo.enter_context(sdpa_kernel(SDPBackend.MATH))
+                undo.enter_context(_not_compiled())
+                undo.enter_context(left_as_found(modules))
+                if modules:
+                    # A block that draws at random shall draw others than in the trace.
+                    torch.default_generator.manual_seed(_SEED)
+                undo.callback(_forget_graphs, modules)
+                if dtype is not None:
+                    # What is made within torch.func ends with it; weights do not.
+                    with temporarily_clear_interpreter_stack():
+                        changes = _computing_in(modules, dtype)
+                        stack.enter_context(attributes_set(changes))
+                    stack.enter_context(defaults_of_model(None, dtype))
+                undo.callback(_entered.discard, state)
+                _entered.add(state)
+            try:
+                yield
+            finally:
+                with interrupts_held():
+                    stack.close()
 
 
 @contextmanager
@@ -184,8 +187,8 @@ def model_left_as_found(model: nn.Module) -> Iterator[None]:
         yield
         return
     with left_as_found(parts), shared_changes() as undo:
-        _entered.append(state)
-        undo.callback(_entered.remove, state)
+        undo.callback(_entered.discard, state)
+        _entered.add(state)
         yield
 
 
@@ -197,7 +200,6 @@ def _filled_when_called(model: Any, dtype: torch.dtype) -> Iterator[None]:
     device = next(model.parameters()).device
 
     def enter(weights: ExitStack, part: nn.Module, arguments: _Arguments) -> _Arguments:
-        hear_interrupts()
         args, kwargs = arguments
         if looks_up(part) and args:
             changes, ids = looked_up(part, args[0], dtype)

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from tl_coupling.blocks.arithmetic import is_out_of_memory, map_tensors
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.interrupts import hear_interrupts
 
 Output = TypeVar("Output", bound=Tensor | tuple[Tensor, ...])
 
@@ -185,7 +184,6 @@ def pull_back_identity(
     """
     start = 0
     while start < len(y):
-        hear_interrupts()
         rows = slice(start, min(start + chunk_size, len(y)))
         seeds = y.new_zeros(rows.stop - start, len(y))
         seeds[:, rows].fill_diagonal_(1)

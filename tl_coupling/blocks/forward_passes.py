@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import exact_arithmetic, map_tensors
 from tl_coupling.blocks.calls import BlockCall, RecordedCall, hidden_states
-from tl_coupling.interrupts import hear_interrupts
 from tl_coupling.models import CallState
 
 
@@ -103,7 +102,6 @@ class ForwardPass:
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        hear_interrupts()
         call, X = BlockCall.captured(module, args, kwargs)
         self.states.append(CallState(module))
         # A block may add to the stream in place.

@@ -33,7 +33,6 @@ from tl_coupling.blocks.tangents import (
     coarsened,
     dense_term,
 )
-from tl_coupling.interrupts import hear_interrupts
 
 aten = torch.ops.aten
 # The same entries in the same order; `detach` hides nothing from a record.
@@ -300,7 +299,6 @@ class _Pushforward:
     def tangent_of(self, y: Tensor) -> Tangent:
         """Push to a value, and return its tangent."""
         for operation in self._needed_operations(y):
-            hear_interrupts()
             self._push(operation)
             if self.middle is None and self._middle is not None:
                 for output in tensors_in(operation.outputs):

@@ -27,7 +27,6 @@ from tl_coupling.blocks.contexts import BlockError, Context
 from tl_coupling.blocks.evaluation import PullBack, vjp
 from tl_coupling.blocks.function import BlockFunction, Path
 from tl_coupling.blocks.records import Record, Recorded
-from tl_coupling.interrupts import hear_interrupts
 
 # Gradients that are pulled back at a time: enough for fast products of matrices, few
 # enough for what lies between those to stay in the cache.
@@ -68,7 +67,6 @@ def pull_back_span(
                 continue
             if block.span_agrees(reference, y, product):
                 for chunk in gradients.split(_CHUNK):
-                    hear_interrupts()
                     chunk += pull_back.batched(chunk)[0]
                 return path
     raise block.changed()

@@ -4,11 +4,9 @@ SIGTERM stop it.
 
 import importlib
 import inspect
-import os
 import re
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -279,31 +277,13 @@ def _stoppable() -> Iterator[None]:
             first_at = time.monotonic()
             raise _Interrupted(number)
 
-    def raised_where_nobody_can_catch_it(unraisable: "sys.UnraisableHookArgs") -> None:
-        """Send the signal once more.
-
-        In a destructor or a callback Python prints the exception and goes on.
-        """
-        nonlocal first_at
-        if not isinstance(unraisable.exc_value, _Interrupted):
-            hook_before(unraisable)
-            return
-        first_at = -_STOPPING_SECONDS
-        number = unraisable.exc_value.status - 128
-        # From another thread and later: a signal sent here would arrive in the same
-        # place.
-        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
-
     handlers_before = {
         number: signal.signal(number, stop)
         for number in (signal.SIGINT, signal.SIGTERM)
     }
-    hook_before = sys.unraisablehook
-    sys.unraisablehook = raised_where_nobody_can_catch_it
     try:
         yield
     finally:
-        sys.unraisablehook = hook_before
         for number, handler in handlers_before.items():
             # An interrupted process only ends from here on.
             signal.signal(number, signal.SIG_IGN if first_at > 0 else handler)

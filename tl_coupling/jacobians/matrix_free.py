@@ -16,7 +16,6 @@ from tl_coupling.blocks import (
     chunk_that_fits,
     is_out_of_memory,
 )
-from tl_coupling.interrupts import hear_interrupts
 from tl_coupling.jacobians.connections import Connection, connected
 from tl_coupling.jacobians.jacobians import measured
 from tl_coupling.jacobians.products import (
@@ -172,7 +171,6 @@ def _products(t1_to_t2: Differentiated, chunk_size: int | None = None) -> Produc
         return torch.stack([product(v) for v in V.mT], 1)
 
     def product_of_chunk(V: Tensor) -> Tensor:
-        hear_interrupts()
         ways = [forward_mode_of_each, twice_backward_of_each]
         # Forward mode runs the block's own code at each call, which costs more than few
         # columns do.
@@ -196,7 +194,6 @@ def _products(t1_to_t2: Differentiated, chunk_size: int | None = None) -> Produc
     def multiply_transposed(U: Tensor) -> Tensor:
         products = []
         for chunk in U.mT.contiguous().split(chunk_size):
-            hear_interrupts()
             products.append(t1_to_t2.pull_back.batched(chunk)[0])
         return torch.cat(products).mT
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
+from pickle import PicklingError
 
 import numpy as np
 import pytest
@@ -164,45 +164,6 @@ def test_a_killed_worker_loses_nothing_finished_and_a_rerun_completes(
     assert bytes_of(folder) == bytes_of(alone)
 
 
-def leave_a_child_and_die(mark: Path) -> None:
-    child = subprocess.Popen(["sleep", "1000"], close_fds=False)
-    mark.with_suffix(f".{child.pid}").touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.long("kills worker processes")
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL here")
-def test_a_killed_worker_is_missed_though_a_child_of_it_holds_its_pipe_open(
-    tmp_path: Path,
-) -> None:
-    with process_pool(1) as pool:
-        future = pool.submit(leave_a_child_and_die, tmp_path / "child")
-        try:
-            with pytest.raises(WorkerDied, match="twice"):
-                future.result(timeout=300)
-        finally:
-            children = list(tmp_path.iterdir())
-            for child in children:
-                os.kill(int(child.suffix[1:]), signal.SIGKILL)
-    assert len(children) == 2
-
-
-def half_an_answer(pipe: Connection, threads: int) -> None:
-    pipe.send("begun")
-    pipe.recv()
-    os.write(pipe.fileno(), (1000).to_bytes(4, "big") + b"half")
-
-
-@pytest.mark.long("kills worker processes")
-@pytest.mark.skipif(os.name != "posix", reason="pipes have another protocol here")
-def test_a_worker_that_dies_amid_its_answer_has_died(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(executors, "_serve", half_an_answer)
-    with process_pool(1) as pool, pytest.raises(WorkerDied, match="twice"):
-        pool.submit(max, 1, 2).result(timeout=300)
-
-
 # Python 3.12 warns of threads: the worker uses none of theirs.
 FORKS_WARN = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -225,7 +186,7 @@ def test_a_pool_calls_in_a_process_of_its_own_and_gives_back_errors(
     assert pids[0] == pids[1] != os.getpid()
     with pytest.raises(ZeroDivisionError):
         forking_pool.submit(divmod, 1, 0).result(timeout=60)
-    with pytest.raises(RuntimeError, match="cannot be sent from its process"):
+    with pytest.raises((AttributeError, PicklingError), match="pickle"):
         forking_pool.submit(eval, "lambda: 0").result(timeout=60)
     assert forking_pool.submit(os.getpid).result(timeout=60) == pids[0]
 
@@ -260,7 +221,7 @@ def test_a_pool_that_is_left_by_an_error_ends_its_calls(
     start = time.monotonic()
     forking_pool.abort()
     assert time.monotonic() - start < 20
-    with pytest.raises((WorkerDied, EOFError)):
+    with pytest.raises(WorkerDied):
         waiting.result(timeout=20)
     assert queued.cancelled() or queued.exception(timeout=20)
     # The next call starts a new process.

@@ -11,15 +11,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from tl_coupling.arguments import AnyPath, Count, checked
+from tl_coupling.interrupts import interrupts_held
 
 Key = TypeVar("Key", bound=Hashable)
 _Value = TypeVar("_Value")
@@ -191,36 +192,8 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
     return executor
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C meanwhile; only the main thread ever gets it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        # None for a handler of foreign code, which Python cannot put back.
-        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
-
-
 class WorkerDied(RuntimeError):
     """The process of a call was killed, usually for using too much memory."""
-
-
-class _Worker(NamedTuple):
-    """A process of the pool, and the connection to it."""
-
-    process: BaseProcess
-    pipe: Connection
-
-
-class _Answer(NamedTuple):
-    """What a call returned, or the error that it raised."""
-
-    has_succeeded: bool
-    value: Any
 
 
 @checked
@@ -253,15 +226,15 @@ class ProcessPool(concurrent.futures.Executor):
         self.workers = workers
         # Forked processes inherit locks of torch's threads, but not the threads.
         self._context = multiprocessing.get_context("spawn")
+        # A pool of many processes breaks when one of them dies. So each thread has a
+        # pool of one process.
+        self._threads = ThreadPoolExecutor(workers)
+        self._own = threading.local()
+        self._pools: list[ProcessPoolExecutor] = []
         # Held while a process is started, so that `abort` misses none.
         self._lock = threading.Lock()
         self._has_begun = False
-        self._is_aborting = False
         self._is_shut_down = False
-        # Each thread waits for a process of its own.
-        self._own = threading.local()
-        self._threads = concurrent.futures.ThreadPoolExecutor(workers)
-        self._processes: list[BaseProcess] = []
 
     def submit(
         self, fn: Callable[..., _Value], /, *args: object, **kwargs: object
@@ -272,98 +245,79 @@ class ProcessPool(concurrent.futures.Executor):
         """
         if self._is_shut_down:
             raise RuntimeError("this pool of processes was shut down: make a new one")
-        return self._threads.submit(self._call, fn, args, kwargs)
+        call = functools.partial(fn, *args, **kwargs)
+        return self._threads.submit(self._call, call, self._threads)
 
-    def _call(
-        self,
-        function: Callable[..., _Value],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-    ) -> _Value:
+    def _call(self, call: Callable[[], _Value], threads: ThreadPoolExecutor) -> _Value:
         """Make a call in this thread's process; once more in a new one if that dies."""
         for _ in range(_MOST_TRIES):
             try:
-                worker = self._own_worker()
-                worker.pipe.send((function, args, kwargs))
-                answer = _Answer(*_heard(worker))
-            except (EOFError, ConnectionError):
-                self._own.worker = None
+                return self._own_pool(threads).submit(call).result()
+            except BrokenProcessPool:
+                self._own.pool = None
+                is_aborted = threads is not self._threads
                 # No worker ever got as far as to wait for calls: trying again would
                 # fail the same way.
-                if not (self._has_begun or self._is_aborting):
+                if not (self._has_begun or is_aborted):
                     raise OSError(
                         "the workers died before they began: a script that uses a "
                         "pool of processes must do its own work under "
                         '`if __name__ == "__main__":`, because each worker imports it'
                     ) from None
-                continue
-            if answer.has_succeeded:
-                return answer.value
-            raise answer.value
         raise WorkerDied("its worker died, twice: out of memory?")
 
-    def _own_worker(self) -> _Worker:
-        """Return this thread's worker, started if there is none."""
-        worker: _Worker | None = getattr(self._own, "worker", None)
-        if worker is None:
-            worker = self._start()
-            self._own.worker = worker
-        return worker
-
-    def _start(self) -> _Worker:
-        """Return a new process that waits for calls."""
+    def _own_pool(self, threads: ThreadPoolExecutor) -> ProcessPoolExecutor:
+        """Return this thread's pool of one process, made if there is none."""
+        pool: ProcessPoolExecutor | None = getattr(self._own, "pool", None)
+        if pool is not None:
+            return pool
+        # Threads of all workers together are as many as cores: more would wait for
+        # each other.
+        n_threads = max(1, (os.cpu_count() or 1) // self.workers)
         with self._lock:
-            if self._is_aborting:
-                raise EOFError
-            pipe, their_pipe = self._context.Pipe()
-            # Threads of all workers together are as many as cores: more would wait for
-            # each other.
-            n_threads = max(1, (os.cpu_count() or 1) // self.workers)
-            process = self._context.Process(
-                target=_serve, args=(their_pipe, n_threads), daemon=True
-            )
-            # A process inherits what is blocked: it is not interrupted before it can
-            # ignore that itself.
+            if threads is not self._threads:
+                raise BrokenProcessPool("aborted")
+            pool = ProcessPoolExecutor(1, self._context)
+            self._pools.append(pool)
+            # The process inherits what is blocked here: it is not interrupted before it
+            # can ignore that itself.
             if hasattr(signal, "pthread_sigmask"):
                 # Or its start would unblock it.
                 resource_tracker.ensure_running()
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            process.start()
-            self._processes.append(process)
-        # The process has its own copy; while this one is open, the pipe would outlive
-        # its death.
-        their_pipe.close()
-        worker = _Worker(process, pipe)
-        # That it has begun.
-        _heard(worker)
+            begun = pool.submit(_begin, n_threads)
+        begun.result()
         self._has_begun = True
-        return worker
+        self._own.pool = pool
+        return pool
 
-    # A second Ctrl-C would leave some of them alive.
-    @_undisturbed()
     def abort(self) -> None:
         """Kill the processes.
 
         Calls that have not ended are cancelled or raise WorkerDied.
         """
-        with self._lock:
-            self._is_aborting = True
-            for process in self._processes:
-                process.kill()
-        # Threads that wait for a killed process get EOFError, and end.
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.join()
-        self._threads = concurrent.futures.ThreadPoolExecutor(self.workers)
-        self._processes = []
-        self._is_aborting = False
+        # A second Ctrl-C would leave some of them alive.
+        with interrupts_held():
+            with self._lock:
+                aborted, self._threads = self._threads, ThreadPoolExecutor(self.workers)
+                aborted.shutdown(wait=False, cancel_futures=True)
+                for pool in self._pools:
+                    # `pool.kill_workers()` from Python 3.14 on.
+                    for process in list((pool._processes or {}).values()):
+                        process.kill()
+            aborted.shutdown()
+            self._end_pools()
+
+    def _end_pools(self) -> None:
+        while self._pools:
+            self._pools.pop().shutdown()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Shut the pool down as in `concurrent.futures`."""
         self._is_shut_down = True
         self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
         if wait:
-            self.abort()
+            self._end_pools()
 
     def __exit__(
         self,
@@ -379,23 +333,8 @@ class ProcessPool(concurrent.futures.Executor):
 process_pool = ProcessPool
 
 
-def _heard(worker: _Worker) -> Any:
-    """Return what a process says next; EOFError if it died.
-
-    Children that it leaves behind may hold its pipe open.
-    """
-    while not worker.pipe.poll(_LAST_POLL_SECONDS):
-        if not worker.process.is_alive() and not worker.pipe.poll():
-            raise EOFError
-    try:
-        return worker.pipe.recv()
-    # It died amid its answer.
-    except OSError as error:
-        raise EOFError from error
-
-
-def _serve(pipe: Connection, n_threads: int) -> None:
-    """Answer calls until nobody is there to make them; what a worker does."""
+def _begin(n_threads: int) -> None:
+    """Make a process a worker: its first call."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -403,27 +342,6 @@ def _serve(pipe: Connection, n_threads: int) -> None:
     torch.set_num_threads(n_threads)
     disable_progress_bar()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    pipe.send("begun")
-    with suppress(EOFError):
-        while True:
-            function, args, kwargs = pipe.recv()
-            has_succeeded, value = _answer(function, args, kwargs)
-            try:
-                pipe.send((has_succeeded, value))
-            except Exception as error:
-                # `send` pickles; a result or an error of a library may not bear that.
-                text = f"{value!r} cannot be sent from its process: {error}"
-                pipe.send((False, RuntimeError(text)))
-
-
-def _answer(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
-) -> _Answer:
-    """Call a function, and return its value or its error."""
-    try:
-        return _Answer(True, function(*args, **kwargs))
-    except Exception as error:
-        return _Answer(False, error)
 
 
 def _end_with_parent() -> None:

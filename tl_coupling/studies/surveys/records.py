@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from tl_coupling.arguments import fork_safe_lock
-from tl_coupling.files import WRITING_SECONDS, write_atomically
+from tl_coupling.files import write_atomically
 from tl_coupling.interrupts import interrupts_held
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def load_unit(folder: Path, unit: Unit, lazily: bool = False) -> "xarray.Dataset
     from xarray import load_dataset, open_dataset
 
     path = result_path(folder, unit)
-    with interrupts_held(WRITING_SECONDS):
+    with interrupts_held():
         if lazily:
             return open_dataset(path, engine="netcdf4", chunks={})
         return load_dataset(path, engine="netcdf4")
