@@ -73,18 +73,18 @@ def draws_of_rows(
         generator: of the random numbers.
     """
     drawn = []
-    for _ in range(n):
-        # One draw at a time: A of all rows is `[1 n_rows k k]`.
+    n_at_once = max(1, _MOST_NUMBERS // (len(S_1) * k * k))
+    for some in torch.arange(n).split(n_at_once):
         A = draws_of_random_subspaces(
             k,
-            1,
+            len(some),
             d_model=d_model,
             S_1=S_1,
             frobenius_norm=frobenius_norms,
             generator=generator,
         )
-        drawn.append(measure.value(A[0], S_1))
-    values = torch.stack(drawn)
+        drawn.append(measure.value(A, S_1))
+    values = torch.cat(drawn)
     # Moved to the closed form, which knows better where they lie: see above.
     values = values + (nulls - measure.root_mean_square(values))
     return values.sort(0).values

@@ -41,6 +41,8 @@ from tl_coupling.spectra import check_k
 Null = Literal["space", "spans", "pairs"]
 # Of larger seeds torch takes the last 32 bits, on a CPU; those of 64 bits overflow.
 _N_SEEDS = 2**32
+# Numbers in memory at once.
+_MOST_NUMBERS = 2**22
 
 
 @checked
@@ -256,6 +258,12 @@ def random_rotations(
     gaussian = torch.randn(
         *batch, d, columns or d, generator=generator, dtype=torch.float64
     )
+    return _orthonormal(gaussian)
+
+
+def _orthonormal(
+    gaussian: Float[Tensor, "*batch d columns"],
+) -> Float[Tensor, "*batch d columns"]:
     Q, R = torch.linalg.qr(gaussian)
     # LAPACK's signs are a convention; those of R's diagonal make Q uniform.
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
@@ -302,10 +310,24 @@ def draws_of_random_subspaces(
     equal_value = remaining_value(S_1.double(), frobenius_norm.double(), d_model)
     # S is `equal_value · 1` and, for the singular values that are known, the excess.
     excess = (s - equal_value[..., None])[..., None, :]
+    # Of one draw: its frames, and what each J_1 makes of one.
+    n_numbers = max(2 * d_model * k, k * excess.numel())
+    n_at_once = max(1, _MOST_NUMBERS // n_numbers)
+    batch = (1,) * (s.ndim - 1)
     draws = s.new_empty(n, *s.shape[:-1], k, k)
-    for A in draws:
-        U, V = random_rotations(2, d_model, columns=k, generator=generator).to(s.device)
+    for some in draws.split(n_at_once):
+        # Each draw by itself: its numbers do not depend on how many there are.
+        gaussian = torch.stack(
+            [
+                torch.randn(2, d_model, k, generator=generator, dtype=torch.float64)
+                for _ in some
+            ]
+        )
+        U, V = (
+            frames.reshape(-1, *batch, d_model, k)
+            for frames in _orthonormal(gaussian).to(s.device).unbind(1)
+        )
         # [k n_known] times the excess of each column, times [n_known k]
-        known_part = U[:n_known].mT * excess @ V[:n_known]
-        A[:] = known_part + equal_value[..., None, None] * (U.mT @ V)
+        known_part = U[..., :n_known, :].mT * excess @ V[..., :n_known, :]
+        some[:] = known_part + equal_value[..., None, None] * (U.mT @ V)
     return draws
