@@ -83,6 +83,7 @@ def test_p_is_that_of_shifts():
     assert np.allclose(study.without_depth(x), 0)
 
 
+@pytest.mark.long("runs a study")
 def test_it_runs_small_and_its_report_is_of_its_table(tmp_path):
     script = Path(study.__file__)
     command = [sys.executable, str(script), "--out", str(tmp_path)]

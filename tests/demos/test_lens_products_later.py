@@ -76,6 +76,7 @@ def test_measures_are_those_of_whole_matrices(blocks, table, index):
             assert rows["covariation", layer] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.long("runs a study")
 def test_it_runs_small_and_says_both(tmp_path):
     command = [sys.executable, str(Path(study.__file__)), "--out", str(tmp_path)]
     ran = subprocess.run(

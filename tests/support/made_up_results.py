@@ -26,16 +26,12 @@ def random_map(
     J = torch.randn(
         n, 12, 12, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    spectra = [tlc.svd(J[i], k) for i in range(n)]
+    spectra = tlc.svd(J, k)
     depth = kind == "depth"
     return CouplingMap(
-        matrices=torch.stack(
-            [
-                torch.stack([tlc.coupling_matrix(J_1, s, k) for s in spectra])
-                for J_1 in J
-            ]
-        ),
-        singular_values=torch.stack([s.S for s in spectra]),
+        # A row for each J_1, a column for each spectrum.
+        matrices=spectra.U.mT @ J[:, None] @ spectra.Vh.mT,
+        singular_values=spectra.S,
         frobenius_norms=torch.linalg.matrix_norm(J),
         d_model=12,
         row_layers=tuple(layers) if depth else (8,) * n,

@@ -97,7 +97,10 @@ def test_numbers_are_those_of_their_fits_of_single_prompts(model, lens, held_out
     assert table.distance.tolist() == audit.distance.flatten().tolist()
 
 
-@pytest.mark.parametrize("start", [0, 5, 10])
+@pytest.mark.parametrize(
+    "start",
+    [0, *(pytest.param(n, marks=pytest.mark.long("audits a lens")) for n in (5, 10))],
+)
 def test_a_right_lens_passes(model, start):
     """Lenses and audits of prompts drawn alike, ours and theirs, again and again."""
     rotated = PROMPTS[start:] + PROMPTS[:start]
@@ -245,7 +248,14 @@ def audited(monkeypatch, model, lens, singles):
     return audit
 
 
-@pytest.mark.parametrize(("n_fitted", "n_audited"), [(40, 6), (14, 14), (5, 30)])
+@pytest.mark.parametrize(
+    ("n_fitted", "n_audited"),
+    [
+        (14, 14),
+        pytest.param(40, 6, marks=pytest.mark.long("fits many lenses")),
+        pytest.param(5, 30, marks=pytest.mark.long("audits many lenses")),
+    ],
+)
 def test_right_lenses_are_not_refused(audited, singles, n_fitted, n_audited):
     """Forty draws of prompts for the lens and for its audit."""
     n_far = 0
