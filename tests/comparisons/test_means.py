@@ -40,6 +40,20 @@ def mean(model) -> MeanCouplingMap:
     return tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in PROMPTS), K)
 
 
+def test_methods_are_the_values_of_their_measures(mean):
+    for measure in (
+        "coupling",
+        "normalized_miscoupling",
+        "miscoupling",
+        "spectral_miscoupling",
+        "captured_energy",
+    ):
+        assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
+    for measure, p in (("released_norm", 2), ("released_trace", 1)):
+        released = mean.spectral_miscoupling(K, p=p, absolute=True)
+        assert torch.equal(mean.values(measure=measure), released)
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 def test_means_and_spreads_are_numpys(maps, mean, measure):
     off = ~np.eye(tiny.N_LAYERS, dtype=bool)
@@ -71,17 +85,6 @@ def test_means_and_spreads_are_numpys(maps, mean, measure):
         np.testing.assert_allclose(
             mean.locality_profile(k, measure), profiles.mean(0), atol=2e-6, rtol=1e-5
         )
-    released = {
-        "released_norm": {"p": 2, "absolute": True},
-        "released_trace": {"p": 1, "absolute": True},
-    }
-    if measure in released:
-        assert torch.equal(
-            mean.values(measure=measure),
-            mean.spectral_miscoupling(K, **released[measure]),
-        )
-    else:
-        assert torch.equal(mean.values(measure=measure), getattr(mean, measure)(K))
     of_own_pairs = [
         of_prompt.values(3, measure).double().diagonal().mean() for of_prompt in maps
     ]

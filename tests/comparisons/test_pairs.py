@@ -353,8 +353,6 @@ def test_absolute_null_is_what_random_frames_give(deep, result):
 
 
 def test_values_by_name(result):
-    released = {"released_norm", "released_trace"}
-    assert {*MEASURES, *released} == set(measures.MEASURES)
     assert torch.equal(
         result.values(3, "released_norm"), result.spectral_miscoupling(3, 2, True)
     )
