@@ -48,8 +48,9 @@ Jacobians = list[list[Tensor | None]]
 
 
 def jacobians_together(blocks: Grid, t: int) -> Jacobians:
-    """Return `J_{tt}` of blocks on prompts of one length, of each that can be computed
-    together with others; references of these are kept.
+    """Return `J_{tt}` of blocks on prompts of one length, by layer and prompt, of each
+    that can be computed together with others; None of those that must be computed
+    alone. Each of the first keeps its reference, and what it makes of a stream far out.
 
     Args:
         blocks: by layer, each on the same prompts.
@@ -59,8 +60,8 @@ def jacobians_together(blocks: Grid, t: int) -> Jacobians:
         StepError, DerivativeError: as `BlockFunction.refer_to`, of the first block of
             each kind.
 
-    Cost: a forward pass of each block; beside it little more operations than for one
-    block, on all of them together; memory for a copy of their weights.
+    Cost: a forward pass of each block; beside it about as many kernel launches as for
+    one block, and the arithmetic of all; memory for a copy of their weights.
     """
     results: Jacobians = [[None] * len(row) for row in blocks]
     for layers, graphs in _kinds(blocks):

@@ -153,7 +153,7 @@ def recorded_components(recorded: Recorded) -> Components:
     attention = recorded.after_middle
     if attention is None or attention.tangent is None:
         raise BlockError("the block's attention is not q Kᵀ and P V by two products")
-    (x,) = recorded.inputs
+    (x,) = recorded.input_bases
     terms = dict(recorded.tangent.terms)
     of_attention = terms.pop(attention, None)
     of_stream = terms.pop(x, None)

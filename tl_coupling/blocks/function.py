@@ -40,6 +40,7 @@ from tl_coupling.blocks.records import Recorded
 from tl_coupling.blocks.skip_path import n_directions_cut
 from tl_coupling.models import left_as_found
 
+# The name of a way to a Jacobian; what variables and provenance call its path.
 Path = Literal[
     "token_local_recorded",
     "query_local_recorded",
@@ -259,11 +260,12 @@ class BlockFunction(CheckedBlock):
         it is called with our cache.
 
         Args:
-            ways: by name, the cheapest first, the full sequence last.
+            ways: pairs of a name and what evaluates it, tried in this order, the cheapest
+                first; the full sequence last, unless `refusal` is given.
             t1s: the input positions.
             t2: the output position.
-            products: gives `uᵀ J_{t1 t2}` of each t1 from a result, with the
-                reference's u.
+            products: gives `uᵀ J_{t1 t2}` of each t1 from a result, where u is that of
+                `reference(t2)`, which was made before.
             refusal: makes the error where no way agrees; by default it says that the
                 block changed.
 
@@ -272,11 +274,13 @@ class BlockFunction(CheckedBlock):
 
         Raises:
             DerivativeError: the derivative that autograd gives is not the function's.
+            StepError, or what `refusal` makes: no way agrees.
         """
         with self.evaluation():
             for path, evaluate in ways:
                 try:
-                    # What a way does to tables of positions, the next one shall not see.
+                    # What a way does to buffers (tables of rotary embeddings), the next
+                    # one shall not see.
                     with left_as_found([self.call.module]):
                         y, result = evaluate()
                     uJ = products(result)
@@ -378,9 +382,10 @@ class BlockFunction(CheckedBlock):
         """Record the block's operations on one row, and those that make the keys and
         values of other input rows.
 
-        If `is_apart`, attention meets those rows, and the row's own, apart from all
-        others; else among them, whatever is done to them before, which takes a tangent
-        of all.
+        If `is_apart`, all keys and values are constants, and those of the input rows are
+        added to attention's two products as terms of their own; a block with other
+        products is a BlockError. If not, they are written among all keys and values,
+        which have a tangent then.
         """
         keys_and_values = self.context_of(t2)
         added, context = self.function_of_rows(t1s, t2, keys_and_values, is_apart)
@@ -394,10 +399,12 @@ class BlockFunction(CheckedBlock):
         keys_and_values: tuple[Tensor, ...],
         is_apart: bool,
     ) -> tuple[Callable[..., Tensor], Context]:
-        """Return `f(X)[t2]` as a function of rows of X and of the record that is made
-        of it, and the context that it meets: these keys and values, of all other rows.
+        """Return a function, and the context that it uses.
 
-        `is_apart` as in `_record`.
+        `function(*rows, record)` is `f(X)[t2]` where X has these rows at `t1s`; the
+        record is the one that is being made, and says what is constant. The context
+        holds keys and values of the rows that act on t2, without its own; a call of the
+        function sets `context.attended`. `is_apart` as in `_record`.
         """
         others = [t1 for t1 in t1s if t1 != t2]
         other_rows = self._rows_in(keys_and_values, others, t2)

@@ -309,8 +309,10 @@ class CheckedBlock(EvaluatedBlock):
         """Raise DerivativeError where autograd gives another derivative than a record,
         and the function itself changes as the record says.
 
-        Somebody changed a gradient, by less than the slope along a random direction
-        tells. The row is moved in the direction in which the two differ.
+        This finds a gradient that a hook or a backward pass of one's own changes by too
+        little for the slope along a random direction. The row is moved in the direction
+        in which the two differ. Where the moves do not decide, nothing is raised. Cost:
+        12 forward passes.
 
         Args:
             y: a record's `f(X)[t2]`.
@@ -338,7 +340,8 @@ class CheckedBlock(EvaluatedBlock):
             moved_by = (ends[0] - ends[1])[t]
             more = change @ reference.u - moved_by @ reference.rows[t]
             shares.append(float(more / (moved_by @ direction * size)))
-        # Of neighbouring moves, which agree where neither bends nor rounds.
+        # Two neighbouring moves must agree: along large ones the function bends, and
+        # small ones are rounded.
         if any(
             max(abs(share - 1), abs(other - 1)) < _SAME_GRADIENT
             for share, other in pairwise(shares)

@@ -99,19 +99,19 @@ class Graph:
             pairs = zip(tensors_in(operation.outputs), tensors_in(outputs), strict=True)
             values |= {id(old): new for old, new in pairs}
             operations.append(
-                Operation(function, args, kwargs, outputs, operation.hides)
+                Operation(function, args, kwargs, outputs, operation.is_cut)
             )
         return operations, [values[id(output)] for output in self.outputs]
 
     def _described(self, operation: Operation) -> object:
         """Return what an operation is, but for the entries of tensors."""
-        function, args, kwargs, outputs, hides = operation
+        function, args, kwargs, outputs, is_cut = operation
         arguments = [*args, *kwargs.values()]
         if not _is_repeatable(function):
             raise BlockError(f"`{operation.name}` is not the same for other numbers")
         described = self._structure(arguments)
         if any(id(tensor) in self._dependent for tensor in tensors_in(arguments)):
-            if not hides and (operation.name == "detach" or has_no_slope(operation)):
+            if not is_cut and (operation.name == "detach" or has_no_slope(operation)):
                 raise BlockError(f"`{operation.name}` stops the stream's gradient")
             if not makes_constants(operation.name):
                 followed = filter(has_slope, tensors_in(outputs))
@@ -119,7 +119,7 @@ class Graph:
         place = len(self._sources)
         for i, output in enumerate(tensors_in(outputs)):
             self._sources[id(output)] = (place, i)
-        return function, described, tuple(kwargs), hides
+        return function, described, tuple(kwargs), is_cut
 
     def _structure(self, value: Any) -> object:
         """Return arguments with the sources of tensors in their place."""

@@ -46,13 +46,15 @@ _NARROW = 4
 
 
 class Operation(NamedTuple):
-    """An operation as it ran; one that `hides` its arguments has no derivative."""
+    """An operation as it ran. One that `is_cut` gives constants: nothing is pushed
+    through it.
+    """
 
     function: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Sequence[Any]
-    hides: bool = False
+    is_cut: bool = False
 
     @property
     def name(self) -> str:
@@ -172,7 +174,7 @@ class Record(TorchDispatchMode):
             self._is_paused = False
         if self.notes_all:
             detach = aten.detach.default
-            self._note(Operation(detach, (tensor,), {}, [constant], hides=True))
+            self._note(Operation(detach, (tensor,), {}, [constant], is_cut=True))
         return constant
 
 
@@ -180,11 +182,12 @@ class Recorded:
     """A function's value `y` where its operations were recorded, and its tangents there.
 
     Args:
-        function: of the inputs, and of the record that is made while it runs, for what
-            it wants to be constant.
+        function: is called as `function(*inputs, record)`, and may call
+            `record.constant`. It runs twice where it writes in place.
         inputs: where it is differentiated.
-        middle: gives a value that `function` computed on the way, to be a base; None if
-            there is none.
+        middle: is called after the run, and gives a value that `function` computed on
+            the way, relative to which later tangents are written (what attention gives);
+            None if there is none.
 
     Raises:
         BlockError: an operation has no derivative, or none that torch knows.
@@ -198,13 +201,13 @@ class Recorded:
         inputs: Sequence[Float[Tensor, " d"]],
         middle: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        # Not what others hold: operations on that would be noted as well.
+        # Copies: values are told by their ids, and the model may hold these tensors.
         inputs = [x.detach().clone() for x in inputs]
         try:
             with Record(inputs) as record:
                 y = function(*inputs, record)
         except _InPlace:
-            # torch writes such operations out of place, at a cost for each operation.
+            # functionalize rewrites operations in place, at a cost for each operation.
             with Record(inputs) as record:
                 run = torch.func.functionalize(lambda *x: function(*x, record))
                 y = run(*inputs)
@@ -213,7 +216,7 @@ class Recorded:
             # functionalize wraps what was noted.
             self._middle = torch._from_functional_tensor(self._middle)
         self._pushforward = _Pushforward(record.operations, inputs, self._middle)
-        self.inputs = self._pushforward.inputs
+        self.input_bases = self._pushforward.input_bases
         self.tangent = self._pushforward.tangent_of(y)
         self.y = y.detach()
 
@@ -242,7 +245,7 @@ class Recorded:
     @torch.no_grad()
     def jacobians(self) -> list[Float[Tensor, "d_out d"]]:
         """Return `dy / dx` of each input x."""
-        return jacobians_from(self.tangent, self.inputs, self.y)
+        return jacobians_from(self.tangent, self.input_bases, self.y)
 
 
 def jacobian_of_operations(
@@ -255,7 +258,7 @@ def jacobian_of_operations(
     """
     pushforward = _Pushforward(operations, [x], None)
     tangent = pushforward.tangent_of(y)
-    (J,) = jacobians_from(tangent, pushforward.inputs, y)
+    (J,) = jacobians_from(tangent, pushforward.input_bases, y)
     return J
 
 
@@ -282,14 +285,14 @@ class _Pushforward:
         middle: Tensor | None,
     ) -> None:
         self._operations = operations
-        self._middle = None if middle is None else id(middle)
+        self._middle_id = None if middle is None else id(middle)
         # Once they are met.
-        self.middle: Base | None = None
+        self.middle_base: Base | None = None
         self.after_middle: Base | None = None
-        self.inputs = [Base(x.numel()) for x in inputs]
+        self.input_bases = [Base(x.numel()) for x in inputs]
         self._tangents = {
             id(x): Tangent.of_base(base, x)
-            for base, x in zip(self.inputs, inputs, strict=True)
+            for base, x in zip(self.input_bases, inputs, strict=True)
         }
         # Of a view, the value whose entries it has.
         self._viewed: dict[int, int] = {}
@@ -297,19 +300,22 @@ class _Pushforward:
         self._bases: dict[int, Base] = {}
 
     def tangent_of(self, y: Tensor) -> Tangent:
-        """Push to a value, and return its tangent."""
+        """Give every value that y needs its tangent, and return y's.
+
+        `middle_base` and `after_middle` are known afterwards.
+        """
         for operation in self._needed_operations(y):
             self._push(operation)
-            if self.middle is None and self._middle is not None:
+            if self.middle_base is None and self._middle_id is not None:
                 for output in tensors_in(operation.outputs):
-                    if id(output) == self._middle:
-                        self.middle = self._written_from(output)
+                    if id(output) == self._middle_id:
+                        self.middle_base = self._make_base(output)
         if id(y) not in self._tangents:
-            raise BlockError("the output does not depend on the token")
+            raise BlockError("the output does not depend on any input")
         return self._of(y)
 
-    def _written_from(self, value: Tensor) -> Base:
-        """Write all that comes of a value relative to it."""
+    def _make_base(self, value: Tensor) -> Base:
+        """Make a value a base, relative to which all that comes of it is written."""
         base = self._base_of(value)
         self._tangents[id(value)] = Tangent.of_base(base, value)
         return base
@@ -325,10 +331,14 @@ class _Pushforward:
         return needed[::-1]
 
     def _push(self, operation: Operation) -> None:
-        """Give an operation's outputs their tangents."""
+        """Give an operation's outputs their tangents.
+
+        A value without a tangent is a constant. A rule returns False where it does not
+        apply.
+        """
         inputs = self._inputs(operation)
         name = operation.name
-        if not inputs or operation.hides or makes_constants(name):
+        if not inputs or operation.is_cut or makes_constants(name):
             return
         if has_no_slope(operation):
             raise BlockError(f"the block calls `{name}`, which has no slope")
@@ -604,7 +614,7 @@ class _Pushforward:
             return False
         term = dense_term(right.reshape(right.shape[-2:]))
         base = self._base_of(left)
-        middle = self.middle
+        middle = self.middle_base
         if middle is not None and base is not middle:
             own = self._of(left)
             if list(own.terms) == [middle]:

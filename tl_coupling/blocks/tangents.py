@@ -46,7 +46,8 @@ class Base:
 
 @dataclass
 class Term:
-    """`d value / d base`, a matrix `[n m]` of their flattened entries.
+    """`d value / d base`, `[n m]`, of the n flattened entries of the base by the m of
+    the value: the transpose of a Jacobian.
 
     It is the sum of matrices of B equal blocks along the diagonal, `blocks[B]` `[B n/B
     m/B]`, one for each B (1: a dense matrix; n = m: a diagonal one), and of `u vᵀ`.
@@ -96,7 +97,9 @@ class Term:
         return Term(blocks, self.rank_one + other.rank_one)
 
     def after(self, own: "Term") -> "Term":
-        """Return it relative to the base of its base's own term: the chain rule."""
+        """Return `d value / d C` from `d value / d B`, which this is, and `d B / d C`,
+        which is `own`: the chain rule.
+        """
         total = Term()
         for blocks in self.blocks.values():
             for own_blocks in own.blocks.values():
@@ -181,9 +184,8 @@ class Tangent:
         return self.mapped(moved)
 
     def relative_to_inputs(self, stop: Base | None = None) -> dict[Base, Term]:
-        """Return the derivatives by the inputs, and by one base besides.
-
-        What comes to the value by way of that base is in its term alone.
+        """Return the derivatives with respect to the inputs, and to `stop` if it is given:
+        what comes to the value by way of that base is in its term alone.
         """
         terms = dict(self.terms)
         while True:

@@ -319,14 +319,18 @@ def jacobians_in_turns(
 ) -> Iterator[Jacobian]:
     """Yield the Jacobians of several prompts, which take turns at each connection.
 
-    A block of a model that is read from disk is read once for all of them. Each
-    Jacobian is computed when it is asked for, and lies where the first block lives.
+    First comes the first connection of every prompt, then the second of every prompt. A
+    block of a model that is read from disk is read once for all of them. Jacobians are
+    computed when they are asked for, as many together as are computed at a time, and
+    lie where the first block lives.
 
     Args:
         wanted: the prompts, each with as many connections.
         options: how Jacobians are computed.
         function: as in `jacobians_of`.
-        budget: how many are computed at a time; what `options` say by default.
+        budget: how many rows are computed at a time, and how many Jacobians may share
+            work; by default the rows are those of `options`. How many blocks and prompts
+            are computed together is in `options`.
         shelves: where those of each prompt are kept; nowhere by default.
     """
     chunk_size = options.chunk_size
@@ -426,16 +430,20 @@ def _decomposed(
 
     Args:
         wanted: the prompts, with the connections that are decomposed.
-        jacobians: of all prompts.
+        jacobians: from `jacobians_in_turns`.
         k: how many leading triplets are asked for.
         budget: how many are decomposed at a time.
-        shelves: where the Jacobians of each prompt are kept; none are without them.
+        shelves: those that `jacobians_in_turns` fills, which are handed on with the
+            results; without them no Jacobian is kept.
     """
     trace, _ = wanted[0]
+    # The one beyond k says whether the cut falls inside a repeated value.
     n_triplets = min(k + 1, trace.d_model)
 
     def triplets(*batch: Jacobian) -> list[tuple[Spectrum, Tensor, Path]]:
-        """Return spectrum, norm and way of each of a batch, decomposed together."""
+        """Return spectrum, Frobenius norm and path of each of a batch, decomposed
+        together.
+        """
         J = batch[0].J[None]
         if len(batch) > 1:
             J = torch.stack([jacobian.J for jacobian in batch])
