@@ -107,6 +107,9 @@ ON_THE_CPU = {
     (
         "torch.randn(*batch, d, columns or d, generator=generator, dtype=torch.float64)"
     ): "drawn on the CPU, as nulls are",
+    "torch.randn(2, d_model, k, generator=generator, dtype=torch.float64)": (
+        "nulls are drawn on the CPU"
+    ),
     "torch.arange(n)": "nulls are drawn on the CPU",
     "torch.arange(_N_SUMS)": "nulls are drawn on the CPU",
     (

@@ -23,6 +23,7 @@ import xarray
 
 import tiny
 import tl_coupling as tlc
+from tl_coupling.models import with_own_modules
 from tl_coupling.prompts import as_prompts
 from tl_coupling.studies.surveys import (
     Settings,
@@ -139,9 +140,8 @@ def test_each_checkpoint_of_a_folder_is_measured_as_itself(
         dims[0] for dims in (values.dims for values in undisturbed.data_vars.values())
     } == {"checkpoint"}
     for step in (0, 20, 100):
-        alone = measure_prompts(
-            tlc.load_model(str(run / f"step{step}")), as_prompts(PROMPTS), SETTINGS
-        )
+        model = with_own_modules(tlc.load_model(str(run / f"step{step}")))
+        alone = measure_prompts(model, as_prompts(PROMPTS), SETTINGS)
         # xarray.testing.assert_equal is exact.
         xarray.testing.assert_equal(
             undisturbed.sel(checkpoint=step, drop=True).drop_vars("text"), alone

@@ -22,7 +22,7 @@ from torch import nn
 
 import tiny
 import tl_coupling as tlc
-from tl_coupling.models import ModelError
+from tl_coupling.models import ModelError, with_own_modules
 from tl_coupling.prompts import Prompt
 from tl_coupling.studies.surveys import Settings, measure_prompts
 from tl_coupling.studies.surveys.checkpoints import step_order
@@ -118,7 +118,8 @@ def test_values_are_those_of_each_model_alone(
     assert undisturbed.task.values.tolist() == ["sums", "sums", "riddles"]
     assert undisturbed.text.values.tolist() == [prompt.prompt for prompt in PROMPTS]
     for name, n_layers in (("two", 2), ("three", 3)):
-        alone = measure_prompts(tlc.load_model(models[name]), PROMPTS, SETTINGS)
+        model = with_own_modules(tlc.load_model(models[name]))
+        alone = measure_prompts(model, PROMPTS, SETTINGS)
         here = undisturbed.sel(model=name, checkpoint="main")
         assert int(here.n_layers) == n_layers
         assert int(here.d_model) == tiny.D_MODEL
