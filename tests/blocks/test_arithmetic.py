@@ -15,9 +15,7 @@ from torch import nn
 import tiny
 import tl_coupling as tlc
 from attack.interrupts import state_of
-from tl_coupling.blocks.arithmetic import (
-    exact_arithmetic,
-)
+from tl_coupling.blocks.arithmetic import exact_arithmetic
 
 pytestmark = pytest.mark.both_lines
 

@@ -264,6 +264,7 @@ def random_rotations(
 def _orthonormal(
     gaussian: Float[Tensor, "*batch d columns"],
 ) -> Float[Tensor, "*batch d columns"]:
+    """Return the frames of Gaussian matrices, which are uniform."""
     Q, R = torch.linalg.qr(gaussian)
     # LAPACK's signs are a convention; those of R's diagonal make Q uniform.
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
@@ -310,7 +311,7 @@ def draws_of_random_subspaces(
     equal_value = remaining_value(S_1.double(), frobenius_norm.double(), d_model)
     # S is `equal_value · 1` and, for the singular values that are known, the excess.
     excess = (s - equal_value[..., None])[..., None, :]
-    # Of one draw: its frames, and what each J_1 makes of one.
+    # The larger of a draw's two frames, and of one frame times the excess of each J_1.
     n_numbers = max(2 * d_model * k, k * excess.numel())
     n_at_once = max(1, _MOST_NUMBERS // n_numbers)
     batch = (1,) * (s.ndim - 1)
