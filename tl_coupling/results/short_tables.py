@@ -143,7 +143,7 @@ def interval_text(low: float, high: float, digits: str) -> str:
     """Return an interval, and a dash where there is none (NaN), or for that of something
     with itself.
 
-    >>> interval_text(-0.5, 1, ".2f"), interval_text(0, 0, ".2f")
+    >>> interval_text(-0.5, 1.0, ".2f"), interval_text(0.0, 0.0, ".2f")
     ('-0.50 to +1.00', '–')
     """
     if math.isnan(low) or low == high == 0:
