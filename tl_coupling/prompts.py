@@ -100,7 +100,7 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         raise ValueError("the ids of `prompts` must differ")
     different = DifferentPrompts("prompts")
     for prompt in named_prompts:
-        # Of an image it is a checksum: two files may hold the same one.
+        # The text of an image is a checksum: two files may hold the same image.
         different.add({"prompt": prompt.text}, prompt.id)
     return named_prompts
 

@@ -126,7 +126,7 @@ def _graph(block: BlockFunction) -> Graph:
     Raises:
         BlockError: it is not computed together with others.
     """
-    # What surrounds such blocks is theirs alone.
+    # Norms around a block are its own, so that such blocks cannot be computed together.
     if block.norm is not None or block.stream_norms is not None:
         raise BlockError("f is more than a block")
     if backward_hooks_of_user(block.call.module):
@@ -221,7 +221,7 @@ class _Together:
         self.u = random_output(t, self.X)
         # Numbers of `FarOut`, once the first streams have been moved.
         self.far_out: Float[Tensor, "layer prompt 3"] | None = None
-        # Of the first block's leaves, those of all.
+        # The leaves of all blocks, by the ids of the first block's.
         self.leaves = {
             id(leaf): stacked
             for place, leaf in enumerate(graphs[0].leaves)

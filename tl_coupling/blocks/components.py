@@ -25,7 +25,7 @@ from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.records import Recorded
 from tl_coupling.blocks.tangents import Tangent
 
-# What is smaller than this share is rounding.
+# A smaller share than this is rounding.
 _NOTHING = 1e-5
 
 

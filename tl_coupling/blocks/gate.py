@@ -49,8 +49,8 @@ TOLERANCE = 1e-4
 # difference, so that its rounding error grows with the stream, and a vanishing
 # J_{t1 t2} has no norm.
 SHARE_OF_STREAM = 1e-2
-# What is computed is I + J: J has the rounding of the identity that is taken from it,
-# so many least bits where a block is stiff.
+# The computation gives I + J. J has the rounding of the identity that is taken from it,
+# which is so many least bits where a block is stiff.
 _BITS_OF_IDENTITY = 32
 _MOST_REFERENCES = 32
 # Moves of a row, relative to its norm, that say whose gradient is right; and how near

@@ -34,9 +34,9 @@ PerPair = Float[Tensor, "n_rows n_cols component"]
 Share = Literal["excess", "diagonal_share", "energy_share", "jacobian_share"]
 # The order of components, behind the heads.
 _BRANCHES = ("attn_out", "mlp_out", "mlp∘attn", "skip")
-# Of the random frames that the null is drawn from, if the caller does not say how many:
-# so many, and more where a share varies more, which is where k is small. At k = 1 it is
-# a ratio of two numbers, without a mean.
+# The least number of random frames that the null is drawn from if the caller does not
+# say how many. There are more where a share varies more, which is where k is small: at
+# k = 1 it is a ratio of two numbers, without a mean.
 _FEWEST_DRAWS = 200
 _DRAWN_COLUMNS = 2000
 # Numbers in memory at once.
@@ -171,7 +171,8 @@ class Carriers(Saved):
         is_counted = (
             self._different_layers().cpu() & ~row_excess.isnan().any(1)[:, None]
         )
-        # What a column would add to the mean, if its vectors were those of the draw.
+        # The part that a column would add to the mean if its vectors were those of the
+        # draw.
         weights = is_counted.double() / is_counted.sum()
         column_parts = einsum(
             row_excess.nan_to_num(), weights, "row draw, row col -> draw col"

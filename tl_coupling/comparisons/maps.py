@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import xarray
 
 PerPair = Float[Tensor, "n_rows n_cols"]
-# What is saved and tabulated of every pair at every k.
+# Measures that are saved and tabulated for every pair at every k.
 _TABULATED = ("coupling", "normalized_miscoupling", "null")
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]

@@ -175,7 +175,7 @@ def _fill(
         for first in range(last + 1):
             P, log_size = divided(products[first])
             products[first] = P
-            # What a run was divided by so far comes back as a logarithm.
+            # The logarithms of a run's divisors are added back below.
             log_divisors[first] += log_size
             quotient_log = log_largest_singular_value(P.mT @ P)
             log_largest[last, first] = quotient_log + float(log_divisors[first])

@@ -180,7 +180,7 @@ def jacobians_of(
             if not are_kept:
                 # Before its branches are asked for: it shows whether it has others.
                 block.refer_to(outputs)
-            # Of the branches, whose step and slope are others.
+            # The branches of a block have a step and a slope of their own.
             block = measured(block, function)
             if not are_kept:
                 block.refer_to(outputs)

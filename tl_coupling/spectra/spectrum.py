@@ -98,7 +98,7 @@ class Spectrum:
             raise ValueError("the energy of J is not known: use `svd(J, k)`")
         norm = self.norm.double()
         is_zero = norm == 0
-        # Of a zero J every share is 0, and nothing is left out.
+        # Every share of a zero J is 0, and nothing is left out.
         shares = self.S.double() / norm.where(~is_zero, torch.inf)[..., None]
         return (1 - shares.square().sum(-1)).clamp(0, 1).where(~is_zero, 0.0)
 

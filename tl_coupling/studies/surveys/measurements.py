@@ -105,7 +105,8 @@ def measured_prompts(
 
     metric = None
     if settings.metric is not None:
-        # Of all prompts, and so known only when each was traced once.
+        # The metric is that of all prompts, and so known only when each was traced
+        # once.
         metric = stream_metric(_traced(model, prompt, settings) for prompt in prompts)
 
     def measure(traced: Trace) -> "xarray.Dataset":
@@ -181,7 +182,7 @@ def measure_each_prompt(
     if kept is not None:
         measured = kept.joined(prompts, missing, measured)
     prompt_datasets = list(measured)
-    # What all prompts share of the provenance stays.
+    # The provenance that all prompts share stays.
     data = xarray.concat(prompt_datasets, "prompt", combine_attrs="drop_conflicts")
     ids = [prompt.id for prompt in prompts]
     tasks = [prompt.task or "" for prompt in prompts]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import xarray
 
 PRECISIONS = ("float32", "bfloat16", "int8", "nf4")
-# What each row of `movements` is, in this order.
+# The rows of `movements`, in this order.
 MOVING = {
     mean_name("coupling"): MEASURES["coupling"].words,
     mean_name("normalized_miscoupling"): MEASURES["normalized_miscoupling"].words,
@@ -60,8 +60,8 @@ MOVING = {
     "loss": "loss (nats per token)",
 }
 _VECTORS = ("left", "right")
-# What weights of one model have in common beside its class, as TransformerLens'
-# configuration names it, and in words.
+# Sizes that all weights of one model have in common, beside its class: TransformerLens'
+# name for each, and words.
 _SIZES = {
     "n_heads": "attention heads",
     "n_key_value_heads": "key-value heads",
