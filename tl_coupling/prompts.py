@@ -17,6 +17,7 @@ from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked, m
 from tl_coupling.results import DifferentPrompts
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
+__dir__ = __all__.copy
 
 _Item = TypeVar("_Item")
 # WikiText's shorter lines are list entries and fragments.

@@ -184,7 +184,8 @@ class Decoded(Saved):
         """Return the share of a control's draws with at least a direction's kurtosis, by
         index.
 
-        NaN of a control without draws, and of a kurtosis that is not known.
+        NaN of a control without draws, and of a kurtosis that is not known. Draws whose
+        kurtosis is NaN are left out.
         """
         own = self.kurtosis[way, direction]
         # Controls of fewer draws are filled up with NaN.

@@ -75,8 +75,9 @@ class ProductMap(Saved):
         }
         axes = {"last": self.layers, "first": self.layers}
         table = tidy_table(columns, axes, self.provenance)
-        # No product begins behind its end.
-        return table.dropna(subset="log_largest", ignore_index=True)
+        # No product begins behind its end. The table has a row for every entry, row by row.
+        is_product = torch.ones_like(self.log_largest, dtype=torch.bool).tril()
+        return table[is_product.flatten().cpu().numpy()].reset_index(drop=True)
 
     def _summary(self) -> str:
         return (

@@ -68,3 +68,4 @@ __all__ = [
     "step_lengths",
     "trajectory_pca",
 ]
+__dir__ = __all__.copy
