@@ -129,8 +129,8 @@ class BlockFunction(CheckedBlock):
         # With the model's final norm, f holds −I as the paper's code has it.
         if self.norm is not None or self.stream_norms is not None:
             return True
-        far_out = self._look_far_out()
-        return far_out is None or far_out.passes_whole
+        large_response = self._response_to_large_stream()
+        return large_response is None or large_response.passes_whole
 
     def _check_skip_path(self) -> None:
         """Remark on a block that scales the stream, or multiplies it by a matrix.
@@ -139,10 +139,10 @@ class BlockFunction(CheckedBlock):
             ValueError: nothing of the stream passes the block.
         """
         shares = self.passed_shares
-        far_out = self._look_far_out()
+        large_response = self._response_to_large_stream()
         if not bool(shares.any()):
             # A product with a matrix may be a projection: most of the stream passes.
-            share = 0.0 if far_out is None else far_out.share
+            share = 0.0 if large_response is None else large_response.share
             if not share >= _SMALLEST_SHARE:
                 raise ValueError(
                     f"layer {self.layer}: nothing of the stream that enters the block is "

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.lost_gradients import tensors_in
 from tl_coupling.blocks.records import (
     Operation,
     Record,
@@ -23,7 +24,6 @@ from tl_coupling.blocks.records import (
     replaced_values,
     sequence_of,
 )
-from tl_coupling.blocks.stairs import tensors_in
 
 aten = torch.ops.aten
 # The form of their output, and not its entries alone, depends on the numbers that they

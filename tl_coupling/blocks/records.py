@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.stairs import tensors_in
+from tl_coupling.blocks.lost_gradients import tensors_in
 from tl_coupling.blocks.tangents import (
     Base,
     Tangent,

@@ -186,9 +186,9 @@ def jacobians_of(
                 block.refer_to(outputs)
             for group, output in zip(groups, outputs, strict=True):
                 if group in cache.kept:
-                    shelf, path = cache.kept[group]
+                    stored, path = cache.kept[group]
                     matrices: Sequence[Tensor] = [
-                        shelf[i] for i in range(len(group.connections))
+                        stored[i] for i in range(len(group.connections))
                     ]
                 else:
                     inputs = [c.input_position for c in group.connections]

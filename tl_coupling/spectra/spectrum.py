@@ -159,14 +159,14 @@ class Spectrum:
             torch.cat([spectrum.U for spectrum in spectra]),
             torch.cat([spectrum.S for spectrum in spectra]),
             torch.cat([spectrum.Vh for spectrum in spectra]),
-            _joined([spectrum.residuals for spectrum in spectra]),
-            _joined([spectrum.steps for spectrum in spectra]),
-            _joined([spectrum.norm for spectrum in spectra]),
+            _concatenated_if_known([spectrum.residuals for spectrum in spectra]),
+            _concatenated_if_known([spectrum.steps for spectrum in spectra]),
+            _concatenated_if_known([spectrum.norm for spectrum in spectra]),
             way=" or ".join(sorted(ways)),
         )
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _concatenated_if_known(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Return the parts as one; None unless all are known."""
     tensors = [part for part in parts if part is not None]
     if len(tensors) < len(parts):

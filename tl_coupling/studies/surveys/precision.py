@@ -216,7 +216,7 @@ def precision_sweep(
     # With itself: overlaps of 1 and changes of 0, so that all precisions have the same
     # variables.
     measured[first] = _compared(measured[first], measured[first], first)
-    return _joined(measured, str(name), failed)
+    return _joined_precisions(measured, str(name), failed)
 
 
 @contextmanager
@@ -298,7 +298,7 @@ class _Sweep:
         return _compared(measured, reference, precision)
 
 
-def _joined(
+def _joined_precisions(
     measured: "dict[str, xarray.Dataset]", model: str, failed: dict[str, str | None]
 ) -> "xarray.Dataset":
     """Return the results of all precisions as one dataset, with their provenance.
