@@ -62,7 +62,7 @@ class Carriers(Saved):
         null_share: the diagonal share in random singular vectors, `[n_rows n_draws
             component]`, those of a draw the same for all rows.
         labels: the components: H0, H1, … the heads, mlp_out, and mlp∘attn, the MLP
-            acting on what attention adds.
+            acting on attention.
         row_layers, col_layers: the layers.
         position: the token.
         k: how many singular vectors span A.
@@ -321,7 +321,7 @@ def carriers(
     r"""Which heads and MLPs carry the coupling of blocks across depth.
 
     The Jacobian of a block is a sum of components, its heads, its MLP, and the MLP
-    acting on what attention adds (`block_parts`), and so is its coupling matrix with
+    acting on attention (`block_parts`), and so is its coupling matrix with
     any other layer,
 
     .. math:: A = U_2^\top J_1 V_2 = \sum_c A_c, \qquad A_c = U_2^\top J_{1,c} V_2 .

@@ -69,8 +69,8 @@ def measure_prompts(
           `[prompt layer]`: `log_largest`, `alignment_gain` with its ends
           `alignment_gain_low` and `alignment_gain_high`, `product_participation_ratio`
           and its mean over conjugated products, `null_product_participation_ratio`;
-        - with `Settings(carriers=True)`, of attention, MLP and the MLP acting on what
-          attention adds, `[prompt layer branch]`: `carried_share` of the couplings'
+        - with `Settings(carriers=True)`, of attention, MLP and the MLP acting on
+          attention, `[prompt layer branch]`: `carried_share` of the couplings'
           diagonals and `jacobian_share`, whose difference is the excess; and where its
           mean over layers lies with random singular vectors, `[prompt branch]`:
           `null_excess_low` and `null_excess_high`;
