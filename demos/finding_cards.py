@@ -210,7 +210,7 @@ def heads_and_mlps() -> Figure:
     names = {
         "attn_out": "attention",
         "mlp_out": "MLP",
-        "mlp∘attn": "MLP acting on\nattention's output",
+        "mlp∘attn": "MLP acting on\nattention",
     }
     styles = ((False, labels.TRAINED, "o", 0.12), (True, labels.UNTRAINED, "s", -0.12))
     for untrained, color, marker, shift in styles:

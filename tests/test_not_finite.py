@@ -309,6 +309,7 @@ NO_RESULTS = {
 # What a reading leaves out on purpose, and its documentation says so.
 LEAVES_OUT = {
     ("Comparison", "differing"): "a pair whose p is not known is not said to differ",
+    ("Decoded", "to_dataframe"): "a control with fewer draws has NaN for the others",
     ("HeadCoupling", "__repr__"): "a head that adds nothing has no coupling",
     ("HeadCoupling", "by_layer"): "a head that adds nothing has no coupling",
     ("HeadCoupling", "largest_of_null"): "a head that adds nothing has no coupling",

@@ -111,6 +111,13 @@ def test_rooms_hand_out_functions_and_classes_each_in_one_room_or_of_statistics(
             assert len(homes_of(value)) == 1, name
 
 
+# `plots` does not show the pictures of studies yet.
+@pytest.mark.parametrize("room", sorted(ROOMS.keys() - {"plots"}))
+def test_a_room_shows_what_its_page_documents_and_no_more(room: str) -> None:
+    """As `tlc.models.<Tab>` does, in a notebook or a shell."""
+    assert dir(ROOMS[room]) == sorted(ROOMS[room].__all__)
+
+
 def test_what_is_at_the_top_is_in_its_room_too() -> None:
     homes = {name: homes_of(getattr(tlc, name)) for name in tlc.__all__}
     assert not [name for name, rooms in homes.items() if not rooms]

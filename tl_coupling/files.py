@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # File systems allow 255 bytes, and callers add to the name.
 _LONGEST_NAME = 150
 _DAY_SECONDS = 24 * 3600
-# What spreadsheets take for a formula at the start of a cell (OWASP, CSV injection),
-# behind any number of marks.
+# Characters that spreadsheets take for a formula at the start of a cell (OWASP, CSV
+# injection), behind any number of marks.
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n]")
 # Spreadsheets show no mark in front of a text.
 _MARK = "'"

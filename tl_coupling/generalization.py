@@ -5,3 +5,5 @@ could explain the score: public names of `tl_coupling.studies.generalization`.
 
 from tl_coupling.studies.generalization import *
 from tl_coupling.studies.generalization import __all__ as __all__
+
+__dir__ = __all__.copy

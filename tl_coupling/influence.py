@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import pandas
 
 __all__ = ["Influence", "cross_token_influence"]
+__dir__ = __all__.copy
 
 InfluenceMeasure = Literal[
     "frobenius_norm", "largest_singular_value", "participation_ratio", "effective_rank"

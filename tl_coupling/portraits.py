@@ -29,6 +29,7 @@ from tl_coupling.spectra import DEFAULT_K, fitting_k
 from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
 
 __all__ = ["Portrait", "TokenPortrait", "portrait", "token_portrait"]
+__dir__ = __all__.copy
 
 End = Literal["input", "output"]
 TokenMap = Literal["self", "fixed input", "fixed output"]

@@ -17,6 +17,7 @@ from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked, m
 from tl_coupling.results import DifferentPrompts
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
+__dir__ = __all__.copy
 
 _Item = TypeVar("_Item")
 # WikiText's shorter lines are list entries and fragments.
@@ -100,7 +101,7 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         raise ValueError("the ids of `prompts` must differ")
     different = DifferentPrompts("prompts")
     for prompt in named_prompts:
-        # Of an image it is a checksum: two files may hold the same one.
+        # The text of an image is a checksum: two files may hold the same image.
         different.add({"prompt": prompt.text}, prompt.id)
     return named_prompts
 

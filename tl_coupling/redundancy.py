@@ -5,3 +5,5 @@ public names of `tl_coupling.studies.redundancy`.
 
 from tl_coupling.studies.redundancy import *
 from tl_coupling.studies.redundancy import __all__ as __all__
+
+__dir__ = __all__.copy

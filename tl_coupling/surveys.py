@@ -5,3 +5,5 @@ public names of `tl_coupling.studies.surveys`.
 
 from tl_coupling.studies.surveys import *
 from tl_coupling.studies.surveys import __all__ as __all__
+
+__dir__ = __all__.copy

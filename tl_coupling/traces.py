@@ -3,3 +3,4 @@
 from tl_coupling.blocks import Trace, trace, trace_modules
 
 __all__ = ["Trace", "trace", "trace_modules"]
+__dir__ = __all__.copy

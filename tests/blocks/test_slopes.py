@@ -31,7 +31,7 @@ def converges_move_by_move(
     )
 
 
-def stairs(x: Tensor, width: float) -> Tensor:
+def rounded(x: Tensor, width: float) -> Tensor:
     return torch.round(x / width) * width
 
 
@@ -148,26 +148,26 @@ BY_CHANCE = 0.05
 @pytest.mark.parametrize(
     "width", [0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.001, 3e-4, 1e-4, 1e-5]
 )
-def test_stairs_without_a_slope_are_refused(width: float) -> None:
+def test_rounding_without_a_slope_are_refused(width: float) -> None:
     """Wherever some entry crosses a step, up and down: wider steps have no slope that a
     move could show.
     """
     x, v, _ = drawn()
     crosses = [
-        (stairs(x + move * v, width) != stairs(x, width)).any(1)
+        (rounded(x + move * v, width) != rounded(x, width)).any(1)
         for move in (0.005, -0.005)
     ]
-    taken = judged(partial(stairs, width=width), slope=0)[crosses[0] & crosses[1]]
+    taken = judged(partial(rounded, width=width), slope=0)[crosses[0] & crosses[1]]
     assert len(taken) >= 50
     assert float(taken.mean()) <= BY_CHANCE
 
 
 @pytest.mark.parametrize("width", [10.0, 1.0, 0.2, 0.05, 0.02, 0.01])
-def test_stairs_that_pass_gradients_through_are_refused(width: float) -> None:
+def test_rounding_that_passes_gradients_through_are_refused(width: float) -> None:
     """The straight-through estimator: autograd says 1, and the function is flat between
     its steps.
     """
-    taken = judged(partial(stairs, width=width), slope=1)
+    taken = judged(partial(rounded, width=width), slope=1)
     assert float(taken.mean()) <= BY_CHANCE
 
 

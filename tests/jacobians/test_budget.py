@@ -36,7 +36,7 @@ from tl_coupling.jacobians.budget import (
     n_bytes,
 )
 from tl_coupling.jacobians.decomposed import taken_together
-from tl_coupling.jacobians.jacobian_cache import Shelf
+from tl_coupling.jacobians.jacobian_cache import StoredMatrices
 from tl_coupling.studies.surveys import Settings, measure_prompts
 from tl_coupling.studies.surveys.units import Folder, Unit
 
@@ -143,16 +143,16 @@ def test_within_a_limit_as_many_jacobians_share_work_as_fit_beside_the_rest(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("keeps_in_memory", [True, False])
-def test_a_shelf_gives_back_what_was_put(
+def test_stored_matrices_give_back_what_was_put(
     dtype: torch.dtype, keeps_in_memory: bool
 ) -> None:
     matrices = torch.randn(5, 3, 3, dtype=dtype)
-    shelf = Shelf(5, matrices[0], keeps_in_memory)
+    stored = StoredMatrices(5, matrices[0], keeps_in_memory)
     for i in (0, 1, 4, 3, 2):
-        shelf.put(i, matrices[i].mT)
-    assert (shelf._file is None) is keeps_in_memory
+        stored.put(i, matrices[i].mT)
+    assert (stored._file is None) is keeps_in_memory
     for i in (4, 0, 2, 1, 3):
-        assert torch.equal(shelf[i], matrices[i].mT)
+        assert torch.equal(stored[i], matrices[i].mT)
 
 
 def least(trace: tlc.Trace, compare, **options) -> int:
@@ -179,13 +179,15 @@ def test_with_the_least_memory_the_result_is_the_same(
 ) -> None:
     expected = compare(tiny_trace, **options)
     kept: list[bool] = []
-    make = Shelf.__init__
+    make = StoredMatrices.__init__
 
-    def noted(self: Shelf, n: int, like: torch.Tensor, keeps_in_memory: bool) -> None:
+    def noted(
+        self: StoredMatrices, n: int, like: torch.Tensor, keeps_in_memory: bool
+    ) -> None:
         kept.append(keeps_in_memory)
         make(self, n, like, keeps_in_memory)
 
-    monkeypatch.setattr(Shelf, "__init__", noted)
+    monkeypatch.setattr(StoredMatrices, "__init__", noted)
     result = compare(
         tiny_trace, max_memory=least(tiny_trace, compare, **options), **options
     )
@@ -223,7 +225,7 @@ def test_no_matrix_is_kept_while_the_next_is_computed(
     assert len(seen) == tiny_trace.n_pos * (1 + bool(options))
 
 
-def test_a_shelf_without_room_in_memory_is_a_file(
+def test_matrices_without_room_in_memory_are_in_a_file(
     tiny_trace: tlc.Trace, monkeypatch
 ) -> None:
     expected = tlc.depth_coupling(tiny_trace, k=4)

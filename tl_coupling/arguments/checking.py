@@ -50,7 +50,7 @@ def checked(public: _Public) -> _Public:
             converted = signature().convert(args, kwargs)
             return public(*converted.args, **converted.kwargs)
 
-    # What `help` and Jupyter show: types, without the rules on their values.
+    # `help` and Jupyter show types, without the rules on their values.
     plain_signature = _plain_signature(inspect.signature(public))
     checked_call.__signature__ = plain_signature  # type: ignore[attr-defined]
     return typing.cast(_Public, checked_call)

@@ -17,7 +17,8 @@ from tl_coupling.interrupts import interrupts_held
 
 _Value = TypeVar("_Value")
 
-# What undoes changes, in the order in which they began, and the thread that made them.
+# The stack that undoes each change, in the order in which the changes began, and the
+# thread that made it.
 _changes: dict[ExitStack, int] = {}
 
 
@@ -66,7 +67,7 @@ def shared_changes(*contexts: AbstractContextManager[Any]) -> Iterator[ExitStack
             with interrupts_held():
                 undo.close()
         finally:
-            # What is left where an interrupt came before it could be held.
+            # An interrupt that came before it could be held may have left some changes.
             undo.close()
             _changes.pop(undo, None)
 

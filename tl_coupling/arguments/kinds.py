@@ -69,7 +69,7 @@ class Size(NamedTuple):
     source: str
 
 
-# Of the axes that were named in a call so far.
+# The sizes of the axes that were named in a call so far.
 Sizes = dict[str, Size]
 
 

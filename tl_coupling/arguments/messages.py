@@ -25,7 +25,7 @@ def counted(noun: str, complement: str, several: bool) -> str:
     """Return a noun with its article, or in the plural, and what follows it."""
     if several:
         return f"{noun}s{complement}"
-    # Of x, because of xarray.
+    # The x stands for "an xarray".
     article = "an" if noun[0] in "aeiouAEIOUx" else "a"
     return f"{article} {noun}{complement}"
 
@@ -66,7 +66,7 @@ def warn_caller(message: str) -> None:
     level = 1
     frame = sys._getframe()
     while frame.f_back:
-        # Of jaxtyping and contextlib, the wrappers around functions of this package.
+        # jaxtyping and contextlib put wrappers around functions of this package.
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _PACKAGES_BETWEEN:
             break

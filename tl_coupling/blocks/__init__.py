@@ -37,3 +37,4 @@ from tl_coupling.blocks.trace import Trace
 from tl_coupling.blocks.tracing import trace, trace_modules
 
 __all__ = ["BlockCall", "BlockError"]
+__dir__ = __all__.copy

@@ -36,10 +36,10 @@ from tl_coupling.models import (
     looks_up,
 )
 
-# What the measuring thread has entered and not yet left: device, dtype, and the modules'
-# ids.
+# States that the measuring thread has entered and not yet left: device, dtype, and the
+# modules' ids.
 _entered: set[tuple[object, ...]] = set()
-# Nobody's own.
+# A seed that nobody else uses.
 _SEED = 0x7C_0FFEE
 # torch's messages on the CPU, where it raises a plain RuntimeError; CUDA and MPS have a
 # class of their own.
@@ -49,9 +49,9 @@ _OUT_OF_MEMORY = (
     "out of memory",
     "bad_alloc",
 )
-# Of a call: by place, and by name.
+# The arguments of a call, by place and by name.
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-# What `forwards_replaced` changes of a module.
+# Attributes of a module that `forwards_replaced` changes.
 _OWN_CALL = {"forward", "_forward_hooks", "_forward_pre_hooks"}
 
 
@@ -119,7 +119,8 @@ def exact_arithmetic(
                     torch.default_generator.manual_seed(_SEED)
                 undo.callback(_forget_graphs, modules)
                 if dtype is not None:
-                    # What is made within torch.func ends with it; weights do not.
+                    # Tensors that are made within torch.func end with it; weights must
+                    # not.
                     with temporarily_clear_interpreter_stack():
                         changes = _computing_in(modules, dtype)
                         stack.enter_context(attributes_set(changes))

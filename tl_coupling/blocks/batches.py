@@ -34,10 +34,10 @@ from tl_coupling.blocks.gate import (
 )
 from tl_coupling.blocks.graphs import Graph
 from tl_coupling.blocks.hooks import backward_hooks_of_user
+from tl_coupling.blocks.lost_gradients import tensors_in
 from tl_coupling.blocks.records import Record, jacobian_of_operations
-from tl_coupling.blocks.skip_path import FarOut, far_stream
+from tl_coupling.blocks.skip_path import LargeResponse, large_stream
 from tl_coupling.blocks.slopes import converges
-from tl_coupling.blocks.stairs import tensors_in
 
 # The way to Jacobians that are computed together.
 TOGETHER: Path = "token_local_recorded"
@@ -50,7 +50,7 @@ Jacobians = list[list[Tensor | None]]
 def jacobians_together(blocks: Grid, t: int) -> Jacobians:
     """Return `J_{tt}` of blocks on prompts of one length, by layer and prompt, of each
     that can be computed together with others; None of those that must be computed
-    alone. Each of the first keeps its reference, and what it makes of a stream far out.
+    alone. Each of the first keeps its reference and its `large_response`.
 
     Args:
         blocks: by layer, each on the same prompts.
@@ -126,7 +126,7 @@ def _graph(block: BlockFunction) -> Graph:
     Raises:
         BlockError: it is not computed together with others.
     """
-    # What surrounds such blocks is theirs alone.
+    # Norms around a block are its own, so that such blocks cannot be computed together.
     if block.norm is not None or block.stream_norms is not None:
         raise BlockError("f is more than a block")
     if backward_hooks_of_user(block.call.module):
@@ -219,9 +219,9 @@ class _Together:
         self.first = blocks[0][0]
         self.X = self._stack(lambda block: block.X)
         self.u = random_output(t, self.X)
-        # Numbers of `FarOut`, once the first streams have been moved.
-        self.far_out: Float[Tensor, "layer prompt 3"] | None = None
-        # Of the first block's leaves, those of all.
+        # Numbers of `LargeResponse`, once the blocks were called on that stream.
+        self.large_response: Float[Tensor, "layer prompt 3"] | None = None
+        # The leaves of all blocks, by the ids of the first block's.
         self.leaves = {
             id(leaf): stacked
             for place, leaf in enumerate(graphs[0].leaves)
@@ -239,7 +239,7 @@ class _Together:
         """
         sequence = self._on_all_rows()
         is_slope = torch.from_numpy(self._slopes_converge(sequence)).to(self.X.device)
-        assert self.far_out is not None
+        assert self.large_response is not None
         is_right = self._is_traced(sequence) & is_slope.reshape(self.X.shape[:2])
         is_right &= self._is_autograds(sequence) & ~differs
         for is_apart in (True, False):
@@ -249,7 +249,7 @@ class _Together:
                 continue
             agrees = is_right & self._agrees(sequence, y, J)
             # One reading for all.
-            numbers = torch.cat([agrees[..., None], self.far_out], -1).tolist()
+            numbers = torch.cat([agrees[..., None], self.large_response], -1).tolist()
             if any(of_one[0] for of_layer in numbers for of_one in of_layer):
                 return self._accepted(sequence, J, numbers)
         raise BlockError("no block agrees with its full sequence")
@@ -259,14 +259,18 @@ class _Together:
         results: Jacobians = [[None] * len(row) for row in self.blocks]
         for layer, row in enumerate(self.blocks):
             for prompt, block in enumerate(row):
-                agrees, *of_far_out = numbers[layer][prompt]
-                far_out = FarOut.read(*of_far_out)
+                agrees, *response_numbers = numbers[layer][prompt]
+                large_response = LargeResponse.read(*response_numbers)
                 # A block that cuts the stream, or normalises it, is looked at alone.
-                if not agrees or not far_out.passes_whole or far_out.stays_small:
+                if (
+                    not agrees
+                    or not large_response.passes_whole
+                    or large_response.stays_small
+                ):
                     continue
                 Y, rows = sequence.Y[layer, prompt], sequence.rows[layer, prompt]
                 block.keep_reference(self.t, Reference(Y[self.t], self.u, rows))
-                block.far_out = far_out
+                block.large_response = large_response
                 results[layer][prompt] = J[layer, prompt]
         return results
 
@@ -335,23 +339,25 @@ class _Together:
     ) -> Bool[np.ndarray, " layer_prompt"]:
         """Say which blocks change as their derivatives predict (`slopes`).
 
-        The first moves are computed with the streams far out.
+        The first moves are computed together with the large streams.
         """
         X = self.X
         size = X.norm(dim=-1, keepdim=True) / math.sqrt(X.shape[-1])
         # One direction for all: they are other functions.
         V = size * random_direction(self.first.layer, 0, self.first.X).to(X)
         y = sequence.Y[:, :, self.t]
-        far = far_stream(X)
+        large = large_stream(X)
 
         def deviations(moves: list[float]) -> Tensor:
             moved = torch.stack([torch.add(X, V, alpha=move) for move in moves], 2)
             streams = moved
-            if self.far_out is None:
-                streams = torch.cat([moved, far[:, :, None]], 2)
+            if self.large_response is None:
+                streams = torch.cat([moved, large[:, :, None]], 2)
             added = self._added_to_each(streams)
-            if self.far_out is None:
-                self.far_out = FarOut.numbers(added[:, :, -1] + far, far)
+            if self.large_response is None:
+                self.large_response = LargeResponse.numbers(
+                    added[:, :, -1] + large, large
+                )
             change = added[:, :, : len(moves), self.t] - y[:, :, None]
             moved_by = moved - X[:, :, None]
             predicted = (moved_by * sequence.rows[:, :, None]).sum((-2, -1))

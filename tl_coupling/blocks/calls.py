@@ -168,7 +168,7 @@ class BlockCall:
             lowest: bool | float = False
             if mask.is_floating_point():
                 lowest = torch.finfo(mask.dtype).min / 2
-            # Of the axes batch, head, query and key.
+            # The axes are batch, head, query and key.
             hides_all = (mask <= lowest).all(-1).flatten(0, 1).any(0)
             rows |= set(hides_all.nonzero().flatten().tolist())
         return rows

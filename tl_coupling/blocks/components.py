@@ -1,5 +1,5 @@
 """The components of a block's Jacobian at one token: each head, the MLP, and the MLP
-acting on what attention adds.
+acting on attention.
 
 Of a block `H = x + attn(x)`, `Y = H + mlp(H)` with `A = Σ_h A_h` the derivative of
 attention and M that of the MLP at H,
@@ -25,7 +25,7 @@ from tl_coupling.blocks.contexts import BlockError
 from tl_coupling.blocks.records import Recorded
 from tl_coupling.blocks.tangents import Tangent
 
-# What is smaller than this share is rounding.
+# A smaller share than this is rounding.
 _NOTHING = 1e-5
 
 
@@ -36,7 +36,7 @@ class Components:
     Attributes:
         read: Z_h, the derivative of each head's output z.
         write: W_h, what each entry of z adds to the stream.
-        mlp_of_attention: what the MLP adds because of it; None of a block where the MLP does
+        mlp_on_attention: what the MLP adds because of it; None of a block where the MLP does
             not act on attention.
         mlp: M; None of a block without one.
         skip: what becomes of the stream that enters, less the identity; None where it
@@ -46,7 +46,7 @@ class Components:
 
     read: Float[Tensor, "n_heads d_head d_model"]
     write: Float[Tensor, "n_heads d_head d_model"]
-    mlp_of_attention: Float[Tensor, "n_heads d_head d_model"] | None
+    mlp_on_attention: Float[Tensor, "n_heads d_head d_model"] | None
     mlp: Float[Tensor, "d_model d_model"] | None
     skip: Float[Tensor, "d_model d_model"] | None
     has_heads: bool
@@ -59,7 +59,7 @@ class Components:
             names = [f"H{head}" for head in range(len(self.read))]
         if self.mlp is not None:
             names.append("mlp_out")
-        if self.mlp_of_attention is not None:
+        if self.mlp_on_attention is not None:
             names.append("mlp∘attn")
         if self.skip is not None:
             names.append("skip")
@@ -73,10 +73,10 @@ class Components:
         matrices = list(head_terms)
         if self.mlp is not None:
             matrices.append(self.mlp)
-        if self.mlp_of_attention is not None:
+        if self.mlp_on_attention is not None:
             matrices.append(
                 einsum(
-                    self.mlp_of_attention,
+                    self.mlp_on_attention,
                     self.read,
                     "head z d_out, head z d_in -> d_out d_in",
                 )
@@ -101,9 +101,9 @@ class Components:
         terms = [einsum(left_in_z, right_in_z, pattern)]
         if self.mlp is not None:
             terms.append(left @ self.mlp @ right.mT)
-        if self.mlp_of_attention is not None:
+        if self.mlp_on_attention is not None:
             left_in_z = einsum(
-                self.mlp_of_attention, left, "head z d, frame k d -> frame k head z"
+                self.mlp_on_attention, left, "head z d, frame k d -> frame k head z"
             )
             pattern = "frame i head z, frame j head z -> frame i j"
             terms.append(einsum(left_in_z, right_in_z, pattern))
@@ -121,8 +121,8 @@ class Components:
         terms = [einsum(self.write @ J, self.read, pattern)]
         if self.mlp is not None:
             terms.append((self.mlp * J).sum()[None])
-        if self.mlp_of_attention is not None:
-            head_terms = einsum(self.mlp_of_attention @ J, self.read, pattern)
+        if self.mlp_on_attention is not None:
+            head_terms = einsum(self.mlp_on_attention @ J, self.read, pattern)
             terms.append(head_terms.sum()[None])
         if self.skip is not None:
             terms.append((self.skip * J).sum()[None])
@@ -131,8 +131,8 @@ class Components:
     def left_product(self, u: Float[Tensor, " d_model"]) -> Float[Tensor, " d_model"]:
         """Return `uᵀ J`, of the sum of the components."""
         write = self.write
-        if self.mlp_of_attention is not None:
-            write = write + self.mlp_of_attention
+        if self.mlp_on_attention is not None:
+            write = write + self.mlp_on_attention
         product = (write @ u).flatten() @ self.read.flatten(0, 1)
         for J in (self.mlp, self.skip):
             if J is not None:
@@ -170,9 +170,9 @@ def recorded_components(recorded: Recorded) -> Components:
     if of_stream is not None:
         skip = skip + of_stream.filled().mT
     mlp = of_mlp[x].filled().mT if x in of_mlp else zero
-    mlp_of_attention = of_mlp[attention].filled() if attention in of_mlp else zeros
+    mlp_on_attention = of_mlp[attention].filled() if attention in of_mlp else zeros
     return _components(
-        read, write, write + mlp_of_attention, skip, skip + mlp, recorded.n_heads
+        read, write, write + mlp_on_attention, skip, skip + mlp, recorded.n_heads
     )
 
 
@@ -194,15 +194,15 @@ def _components(
         raise BlockError("attention and MLP are not what is added to the stream")
     identity = torch.eye(len(skip), dtype=skip.dtype, device=skip.device)
     mlp = skip_with_mlp - skip
-    mlp_of_attention = write_with_mlp - write
+    mlp_on_attention = write_with_mlp - write
     changed = skip - identity
     shape = (n_heads or 1, -1, read.shape[1])
     return Components(
         read=read.reshape(shape),
         write=write.reshape(shape),
-        mlp_of_attention=None
-        if _is_nothing(mlp_of_attention, write)
-        else mlp_of_attention.reshape(shape),
+        mlp_on_attention=None
+        if _is_nothing(mlp_on_attention, write)
+        else mlp_on_attention.reshape(shape),
         mlp=mlp if bool(mlp.any()) else None,
         skip=None if _is_nothing(changed, identity) else changed,
         has_heads=n_heads is not None,

@@ -61,7 +61,7 @@ class Context:
         self.seen: list[Tensor] = []
         # How many of attention's two products there were.
         self.n_products = 0
-        # What attention's second product gave, once it did.
+        # The output of attention's second product, once there is one.
         self.attended: Tensor | None = None
         # The keys and values of other rows that are differentiated, by their place.
         self.others: Mapping[int, tuple[Tensor, ...]] = {}

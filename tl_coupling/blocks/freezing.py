@@ -37,7 +37,7 @@ _CONSTANTS = {
 }
 # Held as they are too, and gates: what they multiply is an activation.
 _GATES = {"sigmoid", "exp", "softplus", "hardsigmoid"}
-# Of one entry each, and zero at zero: the ratio is held.
+# Functions of one entry each that are zero at zero: the ratio is held.
 _ACTIVATIONS = {
     "celu",
     "elu",
@@ -60,7 +60,7 @@ _ACTIVATIONS = {
 _BOUNDS = {"clamp", "clip", "clamp_max", "clamp_min"}
 _PRODUCTS = {"mul", "multiply"}
 _QUOTIENTS = {"div", "divide", "true_divide"}
-# What they give is no gate, whatever they get.
+# The outputs of these are no gates, whatever they get.
 _MIXING = {
     "matmul",
     "__matmul__",
@@ -151,7 +151,7 @@ class Freezing(TorchFunctionMode):
                 self._gates[tensor] = True
         return output
 
-    # What functions are with constants in them
+    # Functions with constants in them
 
     def _called(
         self, func: _Function, name: str, args: Sequence[Any], options: dict[str, Any]

@@ -114,7 +114,7 @@ class FrozenFunction(BlockFunction):
         size = X.norm(dim=1) + forward.Y.norm(dim=1)
         eps = torch.finfo(torch.float32).eps
         rounding = eps * size[positions] * u.norm(dim=1)
-        # Far out, what is of second order outweighs rounding.
+        # For large moves, terms of second order outweigh rounding.
         for moved in (torch.zeros_like(X), *(X + move * V for move in _MOVES)):
             change = (self._affine(moved) - forward.Y)[positions]
             change_along_u = einsum(

@@ -54,10 +54,10 @@ Path = Literal[
 _RECORDED = ("token_local_recorded", "query_local_recorded")
 RowFunction = Callable[[Float[Tensor, " d_model"]], Float[Tensor, " d_model"]]
 Result = TypeVar("Result")
-# Of a stream that passes a block by a product with a matrix: a projection to less than
-# this share of all directions is not told from a block without a skip connection.
+# A stream may pass a block by a product with a matrix. A projection to less than this
+# share of all directions cannot be told from a block without a skip connection.
 _SMALLEST_SHARE = 0.25
-# Up to which difference a share is one.
+# A share that differs from one by at most this is one.
 _SAME_SHARE = 5e-3
 _SAFE = (
     'compare with `without="identity"`, and change what blocks read or write '
@@ -129,8 +129,8 @@ class BlockFunction(CheckedBlock):
         # With the model's final norm, f holds −I as the paper's code has it.
         if self.norm is not None or self.stream_norms is not None:
             return True
-        far_out = self._look_far_out()
-        return far_out is None or far_out.passes_whole
+        large_response = self._response_to_large_stream()
+        return large_response is None or large_response.passes_whole
 
     def _check_skip_path(self) -> None:
         """Remark on a block that scales the stream, or multiplies it by a matrix.
@@ -139,10 +139,10 @@ class BlockFunction(CheckedBlock):
             ValueError: nothing of the stream passes the block.
         """
         shares = self.passed_shares
-        far_out = self._look_far_out()
+        large_response = self._response_to_large_stream()
         if not bool(shares.any()):
             # A product with a matrix may be a projection: most of the stream passes.
-            share = 0.0 if far_out is None else far_out.share
+            share = 0.0 if large_response is None else large_response.share
             if not share >= _SMALLEST_SHARE:
                 raise ValueError(
                     f"layer {self.layer}: nothing of the stream that enters the block is "
@@ -206,7 +206,7 @@ class BlockFunction(CheckedBlock):
             recorded = "token_local_recorded"
         for is_apart in (True, False):
             yield recorded, partial(self._recorded, t1s, output_position, is_apart)
-        # Of several inputs the output row is pulled back once for all.
+        # The output row of several inputs is pulled back once for all of them.
         if len(t1s) == 1:
             yield "token_local", partial(self._token_local, *arguments)
         else:
@@ -279,8 +279,8 @@ class BlockFunction(CheckedBlock):
         with self.evaluation():
             for path, evaluate in ways:
                 try:
-                    # What a way does to buffers (tables of rotary embeddings), the next
-                    # one shall not see.
+                    # The next way must not see what this one does to buffers (tables of
+                    # rotary embeddings).
                     with left_as_found([self.call.module]):
                         y, result = evaluate()
                     uJ = products(result)

@@ -8,7 +8,7 @@ passes more (a few more where a block is stiff):
 * **the slope**: moved along a random direction, its output changes as its derivative
   predicts; where it does not, two other directions decide. A function without a
   derivative (rounding, integer layers) has zero or none for every kind of AD, so only
-  the function itself can tell (`slopes`, `stairs`);
+  the function itself can tell (`slopes`, `lost_gradients`);
 * **the full sequence**: a cheaper way gives its forward value and one random
   vector–Jacobian product.
 """
@@ -38,10 +38,14 @@ from tl_coupling.blocks.evaluation import (
     vjp_with_aux,
 )
 from tl_coupling.blocks.hooks import backward_hooks_of_user, hooks_of_user
+from tl_coupling.blocks.lost_gradients import LostGradients
 from tl_coupling.blocks.rows import EvaluatedBlock, mlp_on_rows
-from tl_coupling.blocks.skip_path import FarOut, far_stream, passed_shares
+from tl_coupling.blocks.skip_path import (
+    LargeResponse,
+    large_stream,
+    passed_shares,
+)
 from tl_coupling.blocks.slopes import converges
-from tl_coupling.blocks.stairs import Stairs
 from tl_coupling.blocks.stream_norms import StreamNorms, normalises, stream_norms
 
 TOLERANCE = 1e-4
@@ -49,8 +53,8 @@ TOLERANCE = 1e-4
 # difference, so that its rounding error grows with the stream, and a vanishing
 # J_{t1 t2} has no norm.
 SHARE_OF_STREAM = 1e-2
-# What is computed is I + J: J has the rounding of the identity that is taken from it,
-# so many least bits where a block is stiff.
+# The computation gives I + J. J has the rounding of the identity that is taken from it,
+# which is so many least bits where a block is stiff.
 _BITS_OF_IDENTITY = 32
 _MOST_REFERENCES = 32
 # Moves of a row, relative to its norm, that say whose gradient is right; and how near
@@ -97,16 +101,17 @@ class SpanReference(NamedTuple):
 class _Pass(NamedTuple):
     """One forward pass of the block, differentiated.
 
-    `context` makes the context in which it ran, `stairs` is a function without a slope
-    that it called, and `stop` one that stopped a gradient. Keys and values are known
-    where the block gives them; whether Y is the traced step is `is_traced_step`.
+    `context` makes the context in which it ran, `piecewise_constant` names a function
+    without a slope that it called, and `stopped_by` one that stopped a gradient. Keys
+    and values are known where the block gives them; whether Y is the traced step is
+    `is_traced_step`.
     """
 
     Y: Float[Tensor, "n_pos d_model"]
     pull_back: PullBack
     context: Callable[[], AbstractContextManager[None]]
-    stairs: str | None
-    stop: str | None
+    piecewise_constant: str | None
+    stopped_by: str | None
     keys_and_values: tuple[Tensor, ...] | None
     is_traced_step: bool
 
@@ -121,14 +126,14 @@ class CheckedBlock(EvaluatedBlock):
 
     Attributes:
         references: by output position.
-        far_out: what the block makes of a stream that is moved far out; None until
-            that is known.
+        large_response: what the block makes of a very large stream; None until that is
+            known.
     """
 
     references: dict[int, Reference] = field(
         default_factory=dict, init=False, repr=False
     )
-    far_out: FarOut | None = field(default=None, init=False, repr=False)
+    large_response: LargeResponse | None = field(default=None, init=False, repr=False)
 
     def reference(self, output_position: int) -> Reference:
         """Return the reference of one position, which is kept.
@@ -221,9 +226,9 @@ class CheckedBlock(EvaluatedBlock):
     def _normalises(self) -> bool:
         if self.norm is not None or self.stream_norms is not None:
             return False
-        # Seen in passing; a block that seems to is looked at by itself.
-        far_out = self._look_far_out()
-        if far_out is None or not far_out.stays_small:
+        # Known without a further pass; a block that seems to is looked at by itself.
+        large_response = self._response_to_large_stream()
+        if large_response is None or not large_response.stays_small:
             return False
         with self.evaluation():
             try:
@@ -248,36 +253,36 @@ class CheckedBlock(EvaluatedBlock):
         """How much of each row of the stream is in what leaves the block, 1 where it
         passes whole; by additions, multiples and norms of the stream.
         """
-        far_out = self._look_far_out()
-        is_small = far_out is not None and far_out.stays_small
+        large_response = self._response_to_large_stream()
+        is_small = large_response is not None and large_response.stays_small
         norms = self.norms_of_stream if is_small else None
         with self.evaluation():
             return passed_shares(self.call, self.X, norms)
 
-    def _look_far_out(self) -> FarOut | None:
-        """Return what the block makes of a stream far out; None where it fails.
+    def _response_to_large_stream(self) -> LargeResponse | None:
+        """Return what the block makes of a very large stream; None where it fails.
 
         Cost: one forward pass, unless a reference was made.
         """
-        if self.far_out is not None:
-            return self.far_out
+        if self.large_response is not None:
+            return self.large_response
         # Where the MLP treats each row by itself, one row of it will do: it is most of
         # the work.
         one_row_mlp = partial(mlp_on_rows, self.call.module, [0], len(self.X))
         contexts: list[Callable[[], AbstractContextManager[None]]]
         contexts = [one_row_mlp, nullcontext]
-        far = far_stream(self.X)
+        large = large_stream(self.X)
         with self.evaluation():
             for context in contexts:
                 try:
                     with context():
-                        self.far_out = FarOut.of(self.call(far), far)
+                        self.large_response = LargeResponse.of(self.call(large), large)
                 except Exception as error:
                     # A foreign block may raise anything, which the gate says.
                     if is_out_of_memory(error):
                         raise
                 else:
-                    return self.far_out
+                    return self.large_response
         return None
 
     def agrees(
@@ -359,10 +364,12 @@ class CheckedBlock(EvaluatedBlock):
             return (
                 f"Backward hooks change its gradients ({', '.join(names)}): remove them"
             )
-        with torch.enable_grad(), Stairs() as stairs:
+        with torch.enable_grad(), LostGradients() as lost:
             Y = self.added(self.X.detach().clone().requires_grad_())
-        if stairs.stop is not None:
-            return f"It stops or changes gradients (`{stairs.stop}`): let them through"
+        if lost.stopped_by is not None:
+            return (
+                f"It stops or changes gradients (`{lost.stopped_by}`): let them through"
+            )
         custom = custom_functions(Y)
         if custom:
             return (
@@ -382,8 +389,10 @@ class CheckedBlock(EvaluatedBlock):
         forward = self._forward(positions)
         if not forward.is_traced_step:
             self._refuse_step(forward.Y)
-        if forward.stairs:
-            raise self._no_derivative(f"it calls `{forward.stairs}`. {_NO_SLOPE}")
+        if forward.piecewise_constant:
+            raise self._no_derivative(
+                f"it calls `{forward.piecewise_constant}`. {_NO_SLOPE}"
+            )
         references = {t: self._pulled_back(forward, t) for t in positions}
         self._check_slopes(forward, references)
         return references
@@ -392,8 +401,8 @@ class CheckedBlock(EvaluatedBlock):
         """Return a pass that gives the traced step at these positions, or the last one.
 
         Most of the work is the MLP's. Where it treats each row by itself, the step is
-        the same with it on these rows alone; else all are computed. Keys and values are
-        recorded in passing, where the step is the same with that.
+        the same with it on these rows alone; else all are computed. The same pass records
+        keys and values, where the step is the same with that.
         """
         mlp_on_positions = partial(
             mlp_on_rows, self.call.module, positions, len(self.X)
@@ -406,7 +415,7 @@ class CheckedBlock(EvaluatedBlock):
             (self._plain_pass, nullcontext),
         ):
             try:
-                with context(), Stairs() as stairs:
+                with context(), LostGradients() as lost:
                     Y, pull_back, keys_and_values = differentiate()
             except BlockError:
                 continue
@@ -421,8 +430,8 @@ class CheckedBlock(EvaluatedBlock):
                 Y,
                 pull_back,
                 context,
-                stairs.called,
-                stairs.stop,
+                lost.piecewise_constant,
+                lost.stopped_by,
                 keys_and_values,
                 is_traced_step,
             )
@@ -478,7 +487,7 @@ class CheckedBlock(EvaluatedBlock):
         self, recorded: RecordedCall
     ) -> tuple[Float[Tensor, " n_pos"], Bool[Tensor, " n_pos"]]:
         """Return by how much the model's own call gives another output than recorded,
-        and where that is more than the last bit but one.
+        and where the two are not equal up to one unit in the last place.
         """
         with own_arithmetic(recorded.call.module), recorded.call.as_recorded():
             try:
@@ -557,7 +566,7 @@ class CheckedBlock(EvaluatedBlock):
         speaks against the derivative, two others must both speak for it.
         """
         is_right = self._converges(forward, references, direction=0)
-        if forward.stop is not None:
+        if forward.stopped_by is not None:
             # A gradient that was stopped may be a small part of the slope.
             for i in (1, 2):
                 is_right &= self._converges(forward, references, direction=i)
@@ -581,9 +590,9 @@ class CheckedBlock(EvaluatedBlock):
             return (
                 f"Backward hooks change its gradients ({', '.join(names)}): remove them"
             )
-        if forward.stop is not None:
+        if forward.stopped_by is not None:
             return (
-                f"It stops or changes gradients (`{forward.stop}`), as the error term "
+                f"It stops or changes gradients (`{forward.stopped_by}`), as the error term "
                 "of an SAE does: let them through, or take away what calls it"
             )
         masked = self.call.masked_rows() & set(is_wrong.nonzero().flatten().tolist())
@@ -624,7 +633,7 @@ class CheckedBlock(EvaluatedBlock):
             return converges(partial(deviations, added_of_streams), scale, rounded_size)
 
         # Over several streams together, what was stopped may be a constant.
-        if forward.stop is None:
+        if forward.stopped_by is None:
             is_right = judged(self._added_to_each_or_singly)
             if is_right.all():
                 return is_right
@@ -636,22 +645,22 @@ class CheckedBlock(EvaluatedBlock):
     ) -> Float[Tensor, "n_streams n_pos d_model"]:
         """Return f of each of several streams, by one call of the block if it can.
 
-        The first call also moves the stream far out, to see whether the block
+        The first call also takes a very large stream, to see whether the block
         normalises it, and whether it passes whole.
         """
-        streams_and_far = streams
-        if self.far_out is None:
-            far = far_stream(self.X)
-            streams_and_far = torch.cat([streams, far[None]])
+        streams_and_large = streams
+        if self.large_response is None:
+            large = large_stream(self.X)
+            streams_and_large = torch.cat([streams, large[None]])
         try:
-            outputs = self.added_to_each(streams_and_far)
+            outputs = self.added_to_each(streams_and_large)
         except Exception as error:
             # A foreign block may raise anything where it gets several streams.
             if is_out_of_memory(error):
                 raise
             return self._one_by_one(streams)
-        if self.far_out is None:
-            self.far_out = FarOut.of(outputs[-1] + far, far)
+        if self.large_response is None:
+            self.large_response = LargeResponse.of(outputs[-1] + large, large)
         return outputs[: len(streams)]
 
     def _one_by_one(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from tl_coupling.blocks.contexts import BlockError
+from tl_coupling.blocks.lost_gradients import tensors_in
 from tl_coupling.blocks.records import (
     Operation,
     Record,
@@ -23,16 +24,16 @@ from tl_coupling.blocks.records import (
     replaced_values,
     sequence_of,
 )
-from tl_coupling.blocks.stairs import tensors_in
 
 aten = torch.ops.aten
-# What they give depends on the numbers that they get, beside its entries.
+# The form of their output, and not its entries alone, depends on the numbers that they
+# get, or on chance.
 _UNREPEATABLE = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
     torch.Tag.nondeterministic_seeded,
 }
-# Of a batch in any layout in memory.
+# Operations that become `reshape`, so that a batch may have any layout in memory.
 _RESHAPED = {aten.view.default, aten._unsafe_view.default}
 
 
@@ -67,7 +68,7 @@ class Graph:
         self.operations = record.operations
         self.inputs = inputs
         self.leaves: list[Tensor] = []
-        # Of each tensor: where it comes from.
+        # Where each tensor comes from, by its id.
         self._sources: dict[int, object] = {}
         self._dependent = set(map(id, inputs))
         for x in inputs:

@@ -23,7 +23,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _WRAPPED = "_original_component"
 # How `OwnModel` calls the model that it holds.
 _OWN = "original_model."
-# Of a checksum, in words; and where there is none.
+# Digits of a checksum in a text, and the text where there is none.
 _DIGITS = 16
 _UNKNOWN = "(weights not known)"
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tl_coupling.blocks.arithmetic import is_out_of_memory
 from tl_coupling.blocks.contexts import BlockError
-from tl_coupling.blocks.stairs import tensors_in
+from tl_coupling.blocks.lost_gradients import tensors_in
 from tl_coupling.blocks.tangents import (
     Base,
     Tangent,
@@ -38,10 +38,11 @@ aten = torch.ops.aten
 # The same entries in the same order; `detach` hides nothing from a record.
 _COPIES = {"alias", "detach", "clone", "contiguous", "_to_copy", "lift_fresh"}
 _VIEWS = {"view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"}
-# What has a slope of zero nearly everywhere, which nobody can mean.
+# These have a slope of zero nearly everywhere, which nobody can mean.
 _ROUNDS = {"round", "floor", "ceil", "trunc", "frac"}
 _QUANTIZES = {"quantize_per_tensor", "quantize_per_channel"}
-# How many times as wide as what it comes from a value is written relative to.
+# A value is narrow if it has at most so many times the entries of the widest base that
+# it comes from.
 _NARROW = 4
 
 
@@ -108,7 +109,7 @@ class Record(TorchDispatchMode):
     ) -> Any:
         """Call an operation, and note it."""
         kwargs = kwargs or {}
-        # What it gives is new, whoever else notes everything.
+        # `lift_fresh` gives a new tensor, even where everything is noted.
         is_new = func is aten.lift_fresh.default
         is_noted = self.notes_all and not is_new
         is_noted = is_noted or self._depends([*args, *kwargs.values()])
@@ -294,9 +295,9 @@ class _Pushforward:
             id(x): Tangent.of_base(base, x)
             for base, x in zip(self.input_bases, inputs, strict=True)
         }
-        # Of a view, the value whose entries it has.
+        # The id of the value whose entries a view has, by the id of the view.
         self._viewed: dict[int, int] = {}
-        # Of values that went through a product.
+        # The bases of values that went through a product, by the ids of the values.
         self._bases: dict[int, Base] = {}
 
     def tangent_of(self, y: Tensor) -> Tangent:
@@ -478,7 +479,8 @@ class _Pushforward:
         (output,) = operation.outputs
         if not self._is_narrow(value):
             return False
-        # Of a longer value, the last axes within blocks for what stands before them.
+        # The last axes are padded within blocks, one for each index of the axes before
+        # them.
         n_padded = len(widths) // 2
         n_blocks = value.shape[: value.ndim - n_padded].numel()
         base = self._base_of(value)

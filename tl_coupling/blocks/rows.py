@@ -43,7 +43,8 @@ class EvaluatedBlock:
     recorded: RecordedCall | None = field(default=None, repr=False)
     remarks: Remarks = field(default_factory=Remarks, repr=False)
     stream_norms: StreamNorms | None = field(default=None, repr=False)
-    # Of the rows of X, once they are known: references are made with them in passing.
+    # The keys and values of the rows of X, once they are known: references give them in
+    # passing.
     _keys_and_values: tuple[Tensor, ...] | None = field(
         default=None, init=False, repr=False
     )

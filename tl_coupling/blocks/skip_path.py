@@ -4,10 +4,10 @@ Of `block(X) = X + f(X)` the stream passes whole. Where it is cut (a block witho
 skip, a hook that projects directions out of the stream, one that puts another stream in
 its place), `f(X) = block(X) − X` holds a part of −I, and couples by it.
 
-Far out, a block that normalises what it reads adds next to nothing: what leaves it is
-what entered, if the stream passes whole. That is known without a further pass. Where it
-is another, the block's own additions are followed: of each entry of the stream, with
-which factor it is added to the same entry of what leaves.
+To a very large stream, a block that normalises what it reads adds next to nothing: what
+leaves it is what entered, if the stream passes whole. That is known without a further
+pass. Where it is another, the block's own additions are followed: of each entry of the
+stream, with which factor it is added to the same entry of what leaves.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.calls import BlockCall, hidden_states
-from tl_coupling.blocks.stream_norms import FAR, StreamNorms, stays_small
+from tl_coupling.blocks.stream_norms import LARGE_FACTOR, StreamNorms, stays_small
 
-# The relative difference up to which what leaves far out is what entered.
+# The relative difference up to which a very large stream leaves as it entered.
 _WHOLE = 1e-3
 # Singular values of I + J below this share of the largest are zeros: J has some 1e-6.
 _NOTHING = 3e-6
 # The change over which the slope of a function is taken, relative to 1 and its input.
 _STEP = 1e-4
-# Seeds the direction into which the stream is moved far out: no cut is in its way.
+# Seeds the direction in which the large stream departs from X: no cut is in its way.
 _SEED = 0x5_717
 
 # Operations of which factors are what they make of the factors.
@@ -58,8 +58,8 @@ _ADDED_TO = {"addmm", "baddbmm", "addmv", "addbmm", "addr", "addcmul", "addcdiv"
 _GUARDS = {"clamp", "clamp_min", "clamp_max", "hardtanh", "nan_to_num"}
 
 
-class FarOut(NamedTuple):
-    """What a block makes of a stream that is moved far out.
+class LargeResponse(NamedTuple):
+    """What a block makes of a very large stream (`large_stream`).
 
     Attributes:
         stays_small: whether what leaves is small: the block seems to normalise.
@@ -72,12 +72,14 @@ class FarOut(NamedTuple):
     share: float
 
     @classmethod
-    def of(cls, output: Tensor, stream: Tensor) -> "FarOut":
-        """Judge what a block made of a `far_stream`."""
+    def of(cls, output: Tensor, stream: Tensor) -> "LargeResponse":
+        """Judge what a block made of a large stream."""
         return cls.read(*cls.numbers(output, stream).tolist())
 
     @classmethod
-    def read(cls, stays_small: float, passes_whole: float, share: float) -> "FarOut":
+    def read(
+        cls, stays_small: float, passes_whole: float, share: float
+    ) -> "LargeResponse":
         """Return what `numbers` say."""
         return cls(bool(stays_small), bool(passes_whole), share)
 
@@ -90,18 +92,21 @@ class FarOut(NamedTuple):
         error = (output - stream).norm(dim=-1)
         is_same = (error <= _WHOLE * stream.norm(dim=-1)).all(-1)
         share = (output * stream).sum((-2, -1)) / stream.square().sum((-2, -1))
-        is_small = stays_small(output.flatten(-2), (stream / FAR).flatten(-2))
+        is_small = stays_small(output.flatten(-2), (stream / LARGE_FACTOR).flatten(-2))
         return torch.stack([is_small.to(share), is_same.to(share), share], -1)
 
 
-def far_stream(
+def large_stream(
     X: Float[Tensor, "*batch n_pos d_model"],
 ) -> Float[Tensor, "*batch n_pos d_model"]:
-    """Return a stream far out, in a direction that has a part in every other."""
+    """Return the stream and noise of its size, `LARGE_FACTOR` times as large.
+
+    The noise has a part in every direction.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     noise = torch.randn(X.shape[-2:], generator=generator, dtype=torch.float64).to(X)
     size = X.norm(dim=-1, keepdim=True) / X.shape[-1] ** 0.5
-    return FAR * (X + size * noise)
+    return LARGE_FACTOR * (X + size * noise)
 
 
 def passed_shares(

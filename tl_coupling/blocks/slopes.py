@@ -46,7 +46,7 @@ _MOST_ROUNDING = 0.01
 Deviations = Callable[[list[float]], Float[Tensor, "n_moves n_outputs"]]
 
 
-# What overflows, or is not a number, is far from right: no warning.
+# Values that overflow or are not a number are far from right, and need no warning.
 @np.errstate(over="ignore", invalid="ignore")
 def converges(
     deviations: Deviations,
@@ -93,8 +93,8 @@ def converges(
     if is_settled.all():
         return is_settled
 
-    # Of the errors from above, from below, and in the mean: by what factor half the
-    # move divides them.
+    # Factors by which half the move divides the errors from above, from below and in
+    # the mean.
     factor = np.array([[2], [2], [4]], dtype=above.dtype)
     converged = np.zeros(len(above), dtype=bool)
     never_far = ~converged

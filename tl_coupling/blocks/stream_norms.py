@@ -9,8 +9,8 @@ block adds `attn(norm(X)) + mlp(norm(X + …))`, is
     passes through).
 
 No module is known by its name. A block normalises if its output stays small however
-large its input is. A norm of the stream is a module that does the same, and that
-nothing passes by: with its output held, that of the block is constant.
+large its input is. A norm of the stream is a module that does the same, and through
+which all of the stream passes: with its output held, that of the block is constant.
 """
 
 from collections import Counter
@@ -28,14 +28,15 @@ from tl_coupling.blocks.arithmetic import map_tensors
 from tl_coupling.blocks.calls import BlockCall
 from tl_coupling.blocks.contexts import BlockError
 
-# How far an input is moved out. A stream that is added to keeps its length, 2³⁰; the
-# largest stream known, 10⁵, is finite in float32 that far out, squared.
-FAR = 2.0**30
+# The factor by which an input is made very large. A stream that is added to becomes
+# longer by this factor; the largest stream known, 10⁵, times this factor and squared is
+# finite in float32.
+LARGE_FACTOR = 2.0**30
 # How large the output of what normalises is at most, in units of the input.
 _LARGEST = 2.0**20
-# A guard (`clamp(-65504, 65504)`) is as small far out, but not at sizes that a model
-# meets: with an input this many times as large as its usual output, and that output as
-# large as this share of the input.
+# A guard (`clamp(-65504, 65504)`) is as small for such an input, but not at sizes that a
+# model meets: with an input this many times as large as its usual output, and that
+# output as large as this share of the input.
 _NEAR = 64
 _KEPT = 0.25
 # The relative difference up to which two outputs are equal.
@@ -98,7 +99,7 @@ class StreamNorms:
 
 def normalises(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> bool:
     """Say whether a block normalises the stream, by one forward pass of it; two more
-    where its output is small far out.
+    where its output stays small for a very large stream.
     """
     return _stays_small(lambda scale: call(scale * X), X)
 
@@ -133,18 +134,18 @@ def stream_norms(call: BlockCall, X: Float[Tensor, "n_pos d_model"]) -> StreamNo
 def _is_stream_norm(
     norm: NormCall, observed: _Observed, call: BlockCall, X: Tensor
 ) -> bool:
-    """Say whether a module normalises, and nothing passes by it."""
+    """Say whether a module normalises, and all of the stream passes through it."""
     if observed.output.numel() != X.numel():
         return False
-    moved_out = partial(_moved_out, norm.module, observed.args, observed.kwargs)
-    return _stays_small(moved_out, observed.input) and _nothing_passes_by(
+    output_at = partial(_output_at_scale, norm.module, observed.args, observed.kwargs)
+    return _stays_small(output_at, observed.input) and _is_only_path(
         norm, observed.output, call, X
     )
 
 
 def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
     """Say whether what a function makes of x, at any scale of x, is small beside it."""
-    if not stays_small(output_at(FAR).flatten(), x.flatten()):
+    if not stays_small(output_at(LARGE_FACTOR).flatten(), x.flatten()):
         return False
     usual = output_at(1.0).norm()
     scale = _NEAR * max(1.0, float(usual / x.norm()))
@@ -152,24 +153,22 @@ def _stays_small(output_at: Callable[[float], Tensor], x: Tensor) -> bool:
 
 
 def stays_small(
-    far_output: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch n"]
+    large_output: Float[Tensor, "*batch n"], x: Float[Tensor, "*batch n"]
 ) -> Bool[Tensor, "*batch"]:
-    """Say whether what a function makes of x, moved far out, is not far out."""
-    return x.any(-1) & (far_output.norm(dim=-1) <= _LARGEST * x.norm(dim=-1))
+    """Say whether the output for x times `LARGE_FACTOR` is much smaller than that."""
+    return x.any(-1) & (large_output.norm(dim=-1) <= _LARGEST * x.norm(dim=-1))
 
 
-def _moved_out(
+def _output_at_scale(
     module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], scale: float
 ) -> Tensor:
-    """Return what a module gives where its inputs are moved out."""
-    far_args, far_kwargs = map_tensors([args, kwargs], lambda x: scale * x)
-    output: Tensor = module(*far_args, **far_kwargs)
+    """Return what a module gives where its inputs are multiplied by a number."""
+    scaled_args, scaled_kwargs = map_tensors([args, kwargs], lambda x: scale * x)
+    output: Tensor = module(*scaled_args, **scaled_kwargs)
     return output
 
 
-def _nothing_passes_by(
-    norm: NormCall, output: Tensor, call: BlockCall, X: Tensor
-) -> bool:
+def _is_only_path(norm: NormCall, output: Tensor, call: BlockCall, X: Tensor) -> bool:
     """Say whether the block's output depends on the stream through this norm alone."""
 
     def output_at_fixed_norm(stream: Tensor) -> Tensor:
@@ -200,10 +199,10 @@ def _grows_between(
 
     def output_at(i: int, scale: float) -> Tensor:
         """Return what reaches the next norm, or leaves the block."""
-        # Either the stream that enters is moved out, or what a norm gives.
+        # Either the stream that enters is scaled, or what a norm gives.
         stream = scale * X if i == 0 else X.clone()
-        moved_out = {} if i == 0 else {norms[i - 1]: partial(torch.mul, scale)}
-        with _observing(modules, moved_out) as seen:
+        scaled = {} if i == 0 else {norms[i - 1]: partial(torch.mul, scale)}
+        with _observing(modules, scaled) as seen:
             output = call(stream)
         return output if i == len(norms) else seen[norms[i]].input
 

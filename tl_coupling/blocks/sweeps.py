@@ -90,8 +90,8 @@ class Sweep(Sequence[BlockFunction]):
             if self._own_calls:
                 check_adds_the_same(block.call, self._own_calls[layer], X, Y, layer)
             normed = Y if norm is None else norm(Y[None]).reshape(Y.shape)
-            # What the block before keeps for further Jacobians is made again if it is
-            # needed: a copy of the function keeps nothing.
+            # The block before drops the values that it keeps for further Jacobians, and
+            # makes them again if they are needed: a copy of the function keeps nothing.
             self._functions[layer - 1 :] = map(replace, self._functions[layer - 1 :])
             self._stream.append(Y)
             self._functions.append(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tl_coupling.blocks.contexts import BlockError
 
-# Of one tangent (float32: 1 GiB): the MLP of a model of 70 billion parameters fits.
+# The most entries of one tangent (1 GiB in float32): the MLP of a model of 70 billion
+# parameters fits.
 _MOST_ENTRIES = 2**28
 
 
@@ -172,7 +173,8 @@ class Tangent:
             for n_blocks, blocks in term.blocks.items():
                 kept = gcd(n_blocks, n_rows)
                 of_blocks = coarsened(blocks, kept)
-                # Of those axes one is as long as a block.
+                # Within a block, all kept axes have length 1 but the last, which is as
+                # long as the block.
                 rows = (*[1] * (n_kept - 1), n_rows // kept) if n_kept else ()
                 entries = of_blocks.reshape(-1, *rows, *shape[n_kept:])
                 left = move(entries, 1).reshape(kept, of_blocks.shape[1], -1)
@@ -202,7 +204,7 @@ class Tangent:
 def dense_term(matrix: Inexact[Tensor, " n *shape"]) -> Term:
     """Return a term that is one dense matrix."""
     n = len(matrix)
-    # Of an empty value, −1 would be any size.
+    # For an empty value, −1 could be any size.
     return Term({1: matrix.reshape(1, n, matrix.numel() // n)})
 
 

@@ -52,3 +52,4 @@ __all__ = [
     "prompt_coupling",
     "self_coupling",
 ]
+__dir__ = __all__.copy

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PromptMeasure = Literal[MeasureName, "write_overlap", "read_overlap"]
 PerPrompts = Float[Tensor, "n_layers n_prompts n_prompts"]
-# What a saved file holds of every pair of prompts, beside the matrices.
+# Measures that a saved file holds for every pair of prompts, beside the matrices.
 _SAVED_MEASURES: tuple[PromptMeasure, ...] = (
     "coupling",
     "write_overlap",

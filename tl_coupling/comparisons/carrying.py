@@ -37,9 +37,9 @@ _SHARES_SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess"
 _N_HEADS_SHOWN = 5
 # The order of components, behind the heads.
 _BRANCHES = ("attn_out", "mlp_out", "mlp∘attn", "skip")
-# Of the random frames that the null is drawn from, if the caller does not say how many:
-# so many, and more where a share varies more, which is where k is small. At k = 1 it is
-# a ratio of two numbers, without a mean.
+# The least number of random frames that the null is drawn from if the caller does not
+# say how many. There are more where a share varies more, which is where k is small: at
+# k = 1 it is a ratio of two numbers, without a mean.
 _FEWEST_DRAWS = 200
 _DRAWN_COLUMNS = 2000
 # Numbers in memory at once.
@@ -65,7 +65,7 @@ class Carriers(Saved):
         null_share: the diagonal share in random singular vectors, `[n_rows n_draws
             component]`, those of a draw the same for all rows.
         labels: the components: H0, H1, … the heads, mlp_out, and mlp∘attn, the MLP
-            acting on what attention adds.
+            acting on attention.
         row_layers, col_layers: the layers.
         position: the token.
         k: how many singular vectors span A.
@@ -174,7 +174,8 @@ class Carriers(Saved):
         is_counted = (
             self._different_layers().cpu() & ~row_excess.isnan().any(1)[:, None]
         )
-        # What a column would add to the mean, if its vectors were those of the draw.
+        # The part that a column would add to the mean if its vectors were those of the
+        # draw.
         weights = is_counted.double() / is_counted.sum()
         column_parts = einsum(
             row_excess.nan_to_num(), weights, "row draw, row col -> draw col"
@@ -350,7 +351,7 @@ def carriers(
     r"""Which heads and MLPs carry the coupling of blocks across depth.
 
     The Jacobian of a block is a sum of components, its heads, its MLP, and the MLP
-    acting on what attention adds (`block_parts`), and so is its coupling matrix with
+    acting on attention (`block_parts`), and so is its coupling matrix with
     any other layer,
 
     .. math:: A = U_2^\top J_1 V_2 = \sum_c A_c, \qquad A_c = U_2^\top J_{1,c} V_2 .

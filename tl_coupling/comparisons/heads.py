@@ -271,7 +271,7 @@ def head_coupling(
         layer_of_head += [layer] * len(attention_labels)
         J = torch.stack([parts[label] for label in attention_labels])
         decomposed.append(_factored(J))
-    heads = _joined(decomposed)
+    heads = _heads_of_all_layers(decomposed)
     has_vectors = _have_enough(heads, k, labels)
     # `vju` puts the right vectors of J_2 on the left of J_1.
     if orientation == "vju":
@@ -313,7 +313,7 @@ def _factored(J: Float[Tensor, "n_heads d d"]) -> _Factored:
     )
 
 
-def _joined(parts: Sequence[_Factored]) -> _Factored:
+def _heads_of_all_layers(parts: Sequence[_Factored]) -> _Factored:
     """Return the heads of all layers, all with as many singular values as the most."""
     most = max(part.S.shape[-1] for part in parts)
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import xarray
 
 PerPair = Float[Tensor, "n_rows n_cols"]
-# What is saved and tabulated of every pair at every k.
+# Measures that are saved and tabulated for every pair at every k.
 _TABULATED = ("coupling", "normalized_miscoupling", "null")
 # The numbers of singular vectors that a short table shows, beside the largest.
 _SHOWN_KS = (1, 10)

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     import pandas
 
 _MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
-# What all maps must have in common for a mean, beside the model.
+# Facts that all maps of a mean must share, beside the model.
 _ALIKE = ("fixed", "normalising_layers", "is_mean_over_tokens", *_MAP_FACTS)
 _POSITIONS = "positions from the beginning"
 _END_POSITIONS = "positions from the end"
-# What maps of two prompts say alike, by name.
+# Facts in which maps may or must agree, by name.
 Facts = dict[str, Any]
 
 
@@ -161,7 +161,8 @@ class MeanCouplingMap(CouplingMap):
                 different.add(
                     result.provenance,
                     prompt_name(result.provenance),
-                    # Of one prompt at two tokens the positions are wrong.
+                    # For one prompt at two tokens, the message is that the positions
+                    # are wrong.
                     token=facts[-1][_POSITIONS],
                     numbers=result.matrices,
                 )

@@ -166,7 +166,8 @@ def depth_coupling(
         _layers_at(trace, position, chosen, name)
         for name, chosen in (("rows", rows), ("cols", cols))
     ]
-    # Of rows that are not the columns no Jacobian is kept: they are read in turn.
+    # No Jacobian is kept where rows and columns are different layers: they are read in
+    # turn.
     sides = decompose_sides(trace, row_connections, column_connections, k, options)
     position_fact = {"position": row_connections[0].position}
     provenance = position_fact | change.provenance

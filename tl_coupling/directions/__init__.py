@@ -9,4 +9,18 @@ from tl_coupling.directions.rotation import Rotation, rotate
 from tl_coupling.directions.steering import Steering, steer
 from tl_coupling.directions.subspaces import Subspace, shared_subspace
 
-__all__ = ["ablate", "decode", "directions_of", "rotate", "shared_subspace", "steer"]
+__all__ = [
+    "Ablation",
+    "Decoded",
+    "Directions",
+    "Rotation",
+    "Steering",
+    "Subspace",
+    "ablate",
+    "decode",
+    "directions_of",
+    "rotate",
+    "shared_subspace",
+    "steer",
+]
+__dir__ = __all__.copy

@@ -344,7 +344,7 @@ def _conditions(
             # Each layer has its own span, and so its own frames.
             layer_bases += frames(n_draws, columns[row], rank, generator)
         bases[layer] = torch.stack(layer_bases)
-    # What blocks write is removed as it is, what they read without its mean.
+    # Writes are removed as they are, reads without their mean.
     means = dict(zip(subspace.layers, subspace.mean, strict=True))
     return _Conditions(tuple(kinds), bases, means if side == "read" else {})
 

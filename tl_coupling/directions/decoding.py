@@ -188,13 +188,14 @@ class Decoded(Saved):
         """Return the share of a control's draws with at least a direction's kurtosis, by
         index.
 
-        NaN of a control without draws, and of a kurtosis that is not known.
+        NaN of a control without draws, and of a kurtosis that is not known. Draws whose
+        kurtosis is NaN are left out.
         """
         own = self.kurtosis[way, direction]
         # Controls of fewer draws are filled up with NaN.
         drawn = self.control_kurtosis[CONTROLS.index(control), way]
         drawn = drawn[~drawn.isnan()]
-        # Of NaN no draw would be above it, as if it stood out.
+        # No draw would be above NaN, as if it stood out.
         if not len(drawn) or bool(own.isnan()):
             return math.nan
         return float((drawn >= own).double().mean())
@@ -333,7 +334,7 @@ def decode(
     }
     later = _Later(trace, found.first_layer, t, lens)
     direction_logits = later.read_out(found.write)
-    # What the model itself finds most likely, not what the text has next.
+    # The token that the model itself finds most likely, not the next one of the text.
     next_token = int(trace.logits(trace.residual[-1, t], trace.final_norm).argmax())
     control_logits = [later.read_out(vectors) for vectors in drawn.values()]
     control_logits.append(
@@ -483,7 +484,7 @@ class _Later(NamedTuple):
 
 def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
     """Return `u W_U` of each direction."""
-    # Of a model on disk it is read for this.
+    # The unembedding of a model on disk is read for this.
     with own_arithmetic(trace.model, fills_at_once=True):
         W_U = getattr(trace.model, "W_U", None)
         if not isinstance(W_U, Tensor):
@@ -670,7 +671,7 @@ def _gain_of_norm(
             continue
         # So large that ε beside the mean square does not matter.
         w = norm(_LARGE * signs[None, None])[0, 0] / signs
-        # What the norm divided by is not known: least squares find it.
+        # The number that the norm divided by is not known: least squares find it.
         per_scale = (w * x) @ written / (w * x).square().sum()
         if _is_close(per_scale * w * x, written):
             return per_scale * w

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Side = Literal["read", "write"]
 RotatedSide = Literal["read", "write", "both"]
 HookFunction = Callable[..., Tensor]
-# What `model.hooks(fwd_hooks=…)` takes a list of.
+# `model.hooks(fwd_hooks=…)` takes a list of these.
 Hook = tuple[str, HookFunction]
 Stream = Float[Tensor, "batch n_pos d_model"]
 # Longer or shorter vectors are normalised, and that is said.
@@ -36,7 +36,7 @@ _LENGTH_TOLERANCE = 1e-3
 # In units of rounding, how far from 1 the length of a vector is that was normalised:
 # it stays as it is, so that what is loaded is what was saved.
 _ROUNDING = 8
-# What a provenance says of directions of one's own: that they are, and their name.
+# Provenance of directions of one's own: that they are, and their name.
 _OWN = ("own", "directions")
 
 
@@ -343,7 +343,7 @@ def removal_hooks(removal: Projection, layers: Sequence[int], side: Side) -> lis
 
 
 def _removal_hooks(removal: Projection, layer: int, side: Side) -> list[Hook]:
-    # What the second hook needs of the first, in one pass of the block.
+    # The tensors that the second hook needs from the first, in one pass of the block.
     kept: list[Tensor] = []
 
     def take_from_input(h: Stream, hook: object) -> Stream:
@@ -361,7 +361,7 @@ def _removal_hooks(removal: Projection, layer: int, side: Side) -> list[Hook]:
         return h
 
     def take_from_step(output: Stream, hook: object) -> Stream:
-        # What the block wrote is the output less the input.
+        # The block wrote the output less the input.
         return output - removal.project(output - kept.pop(), layer)
 
     read_hook, write_hook = (
@@ -400,7 +400,7 @@ def _rotation_hooks(
     side: RotatedSide,
     first_position: int,
 ) -> list[Hook]:
-    # What the second hook needs of the first, in one pass of the block.
+    # The tensors that the second hook needs from the first, in one pass of the block.
     kept: list[Tensor] = []
 
     def multiplied(x: Stream, M: Tensor) -> Stream:

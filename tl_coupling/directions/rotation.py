@@ -202,7 +202,7 @@ def rotate(
     """
     check_takes_hooks(model)
     tokens = tokens_by_id(model, as_prompts(prompts), prepend_bos, first_position)
-    # Of the first prompt: it names the model, and knows its layers.
+    # The first prompt's trace names the model, and knows its layers.
     model = measured_model(model, tokens.values())
     traced = trace(model, next(iter(tokens.values())))
     chosen = chosen_layers(traced, layers)
@@ -301,7 +301,7 @@ def random_rotation(
     n_planes = d // 2
     first, second = Q[:, :n_planes], Q[:, n_planes : 2 * n_planes]
     K = first @ second.mT - second @ first.mT
-    # What is in no plane: one direction where d is odd.
+    # The directions in no plane: one where d is odd.
     fixed = Q[:, 2 * n_planes :]
     theta = radians(angle)
     R = cos(theta) * torch.eye(d).double() + sin(theta) * K

@@ -265,7 +265,7 @@ class Subspace(Saved):
         """Return the subspace with what controls are drawn from, taken from prompts,
         and with their mean stream unless `keep_mean`.
         """
-        # Of the Jacobians only the energies are read, which no k cuts.
+        # Only the energies of the Jacobians are read, which no k cuts.
         sums = _sums_over(traces, self.layers, k=1)
         material = _Material.from_sums(sums, self.bases)
         return replace(
@@ -556,7 +556,7 @@ def _streams(
     first = 1 if traced.n_pos > 1 else 0
     stream = traced.residual[:, first:].float().cpu()
     read = stream[layers]
-    # What a block writes is the step from one depth to the next.
+    # A block writes the step from one depth to the next.
     write = stream[[layer + 1 for layer in layers]] - read
     return torch.stack([read, write])
 
@@ -660,7 +660,7 @@ class _Others(NamedTuple):
         vectors = vectors[:, rank:].flip(1)
         size = min(2 * rank, d - rank)
         shared_energy = float((basis.double() * (energy @ basis.double())).sum() / rank)
-        # Of a window of neighbours, the mean energy of a random frame in it.
+        # The mean energy of a random frame in each window of neighbours.
         windows = values.unfold(0, size, 1).mean(1) if size else values
         start = int((windows - shared_energy).abs().argmin()) if size else 0
         # They begin at the median, or before it where too few are left behind it.

@@ -2,7 +2,6 @@
 each with its coefficients held constant.
 """
 
-# ruff: noqa: F401
 from tl_coupling.dynamics.depth_products import Products, jacobian_products, products
 from tl_coupling.dynamics.eigenvalues import (
     Eigenvalues,
@@ -16,6 +15,10 @@ from tl_coupling.dynamics.model_jacobians import model_jacobian
 from tl_coupling.dynamics.runs import ProductMap, product_map
 
 __all__ = [
+    "Eigenvalues",
+    "FactoredProduct",
+    "ProductMap",
+    "Products",
     "block_product",
     "eigenvalues",
     "frozen_bias",
@@ -27,3 +30,4 @@ __all__ = [
     "product_map",
     "products",
 ]
+__dir__ = __all__.copy

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_coupling.spectra import eigh
 
-# Of Lanczos' iteration.
+# The most steps that Lanczos' iteration takes.
 _MOST_STEPS = 160
 
 
@@ -158,7 +158,8 @@ def log_largest_of_product(J: Sequence[Float[Tensor, "d d"]]) -> float:
         if log_size == -math.inf:
             return log_size
         log_sizes.append(log_size)
-    # What is divided by the sizes of one vector neither overflows nor vanishes.
+    # Products neither overflow nor vanish when each matrix is divided by the factor by
+    # which it lengthens one vector.
     factors = [math.exp(-log_size) for log_size in log_sizes]
 
     def gram_times(x: Tensor) -> Tensor:

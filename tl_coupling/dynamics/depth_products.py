@@ -221,7 +221,7 @@ class Products(Saved):
         """Singular values divided by the largest, which cannot overflow; zeros of zero."""
         log_largest = self.log_largest[:, None]
         relative = (self.log_singular_values - log_largest).exp()
-        # Of a zero product −∞ less −∞ is NaN, and its values are 0.
+        # A zero product gives −∞ − (−∞), which is NaN; its relative values are 0.
         return relative.where(log_largest != -torch.inf, 0.0)
 
 

@@ -262,7 +262,7 @@ def _sizes(
             f"layer{'s' * (len(zeros) > 1)} {', '.join(map(str, zeros))}: "
             "the departure from normality there is NaN"
         )
-    # Of a zero J the size is 1, and its departure 0 / 0.
+    # A zero J has size 1, and its departure is 0 / 0.
     return J.new_tensor([divisor(matrix) for matrix in J])
 
 

@@ -52,7 +52,7 @@ class FactoredProduct:
         """Take the factors in float64."""
         for name in ("Q", "log_scale", "T"):
             factor = getattr(self, name).double()
-            # Of zero, the logarithm is −∞.
+            # The logarithm of zero is −∞.
             known = factor[factor != -torch.inf] if name == "log_scale" else factor
             if not bool(known.isfinite().all()):
                 raise ValueError(

@@ -63,7 +63,7 @@ def model_jacobian(
     """
     first_layer = trace.layer_index(layer)
     t = trace.position_index(position)
-    # Of a causal model, later tokens do not act on t'.
+    # In a causal model, later tokens do not act on t'.
     n_acting = t + 1 if trace.is_causal else trace.n_pos
     X = trace.blocks[0].X
     d_model = trace.d_model

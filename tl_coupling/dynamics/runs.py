@@ -75,8 +75,9 @@ class ProductMap(Saved):
         }
         axes = {"last": self.layers, "first": self.layers}
         table = tidy_table(columns, axes, self.provenance)
-        # No product begins behind its end.
-        return table.dropna(subset="log_largest", ignore_index=True)
+        # No product begins behind its end. The table has a row for every entry, row by row.
+        is_product = torch.ones_like(self.log_largest, dtype=torch.bool).tril()
+        return table[is_product.flatten().cpu().numpy()].reset_index(drop=True)
 
     def _summary(self) -> str:
         return (
@@ -175,7 +176,7 @@ def _fill(
         for first in range(last + 1):
             P, log_size = divided(products[first])
             products[first] = P
-            # What a run was divided by so far comes back as a logarithm.
+            # The logarithms of a run's divisors are added back below.
             log_divisors[first] += log_size
             quotient_log = log_largest_singular_value(P.mT @ P)
             log_largest[last, first] = quotient_log + float(log_divisors[first])

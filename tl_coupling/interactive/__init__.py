@@ -28,3 +28,4 @@ __all__ = [
     "show_token_coupling",
     "show_tokens",
 ]
+__dir__ = __all__.copy

@@ -42,7 +42,8 @@ _SHOWN_AS = {code: chr(code).encode("unicode_escape").decode() for code in _NOT_
 _SHOWN_AS |= str.maketrans(
     {"\n": "↵", "\r": "␍", "\t": "⇥", "<": "<\u2060", "&": "&\u2060"}
 )
-# What circuitsvis, made for attention, writes on its maps, and what we mean.
+# circuitsvis was made for attention: the words that it writes on its maps, and the
+# words that are meant here.
 _WORDS = {
     "Destination Token": "token of J₁",
     "Source Token": "token of the singular vectors",
@@ -94,7 +95,7 @@ class View(RenderedHTML):
             "(0, eval)(await new Response(script).text());</script>"
         )
 
-    # What circuitsvis shows without a network, and with one.
+    # circuitsvis shows the first without a network, and the second with one.
     local_src = cdn_src = property(_repr_html_)
 
     def __repr__(self) -> str:

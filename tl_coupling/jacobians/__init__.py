@@ -61,3 +61,4 @@ __all__ = [
     "block_vjp",
     "plan",
 ]
+__dir__ = __all__.copy

@@ -24,7 +24,7 @@ _OF_SVD = 12
 _OF_BATCH = 6
 # The most prompts of a batch.
 MOST_PROMPTS = 32
-# Of the memory that is free, what Jacobians may take unless a limit is given.
+# The share of the free memory that Jacobians may take unless a limit is given.
 _SHARE = 0.5
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 # Decimal units, as disks are sold, beside binary ones, as memory is.

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from tl_coupling.blocks import BlockFunction, Trace
 
-# Of a block that normalises the stream: block(X) − X, or what its residual branches add
-# before the norms.
+# The function of a block that normalises the stream: block(X) − X, or what its residual
+# branches add before the norms.
 Function = Literal["block", "branches"]
-# And what those add with norms, attention patterns and gates held constant.
+# "frozen" is what the branches add with norms, attention patterns and gates held
+# constant.
 AnyFunction = Literal["block", "branches", "frozen"]
 
 

@@ -24,7 +24,7 @@ from tl_coupling.jacobians.budget import (
     MapSizes,
 )
 from tl_coupling.jacobians.connections import AnyFunction, Connection
-from tl_coupling.jacobians.jacobian_cache import Shelf
+from tl_coupling.jacobians.jacobian_cache import StoredMatrices
 from tl_coupling.jacobians.jacobians import (
     MOST_SHARING,
     Jacobian,
@@ -88,7 +88,7 @@ class Decomposed:
     frobenius_norms: Float[Tensor, " n"]
     paths: dict[str, str]
     trace: Trace | None = None
-    jacobians: Float[Tensor, "n d d"] | Shelf | None = None
+    jacobians: Float[Tensor, "n d d"] | StoredMatrices | None = None
     products: Sequence[Matrix] | None = None
 
     @classmethod
@@ -217,9 +217,9 @@ def decompose_each(
                 yield from _by_products(own_trace, [own], k_of_group, options, budget)
             continue
         matrix = trace.blocks[0].X.new_empty(trace.d_model, trace.d_model)
-        shelves = [Shelf(n, matrix, budget.keeps_in_memory) for _ in group]
-        jacobians = jacobians_in_turns(group, options, function, budget, shelves)
-        yield from _decomposed(group, jacobians, k_of_group, budget, shelves)
+        stored = [StoredMatrices(n, matrix, budget.keeps_in_memory) for _ in group]
+        jacobians = jacobians_in_turns(group, options, function, budget, stored)
+        yield from _decomposed(group, jacobians, k_of_group, budget, stored)
 
 
 def decompose_sides(
@@ -315,7 +315,7 @@ def jacobians_in_turns(
     options: JacobianOptions,
     function: AnyFunction = "branches",
     budget: Budget | None = None,
-    shelves: Sequence[Shelf] | None = None,
+    stored: Sequence[StoredMatrices] | None = None,
 ) -> Iterator[Jacobian]:
     """Yield the Jacobians of several prompts, which take turns at each connection.
 
@@ -331,7 +331,7 @@ def jacobians_in_turns(
         budget: how many rows are computed at a time, and how many Jacobians may share
             work; by default the rows are those of `options`. How many blocks and prompts
             are computed together is in `options`.
-        shelves: where those of each prompt are kept; nowhere by default.
+        stored: where those of each prompt are kept; nowhere by default.
     """
     chunk_size = options.chunk_size
     n_sharing = MOST_SHARING
@@ -370,8 +370,8 @@ def jacobians_in_turns(
             J = J.to(device).contiguous()
             if options.change is not None:
                 J = options.change(J)
-            if shelves is not None:
-                shelves[prompt].put(turn, J)
+            if stored is not None:
+                stored[prompt].put(turn, J)
             yield Jacobian(connection, J, path)
             # Not kept while the next is computed.
             del J
@@ -424,7 +424,7 @@ def _decomposed(
     jacobians: Iterator[Jacobian],
     k: int,
     budget: Budget,
-    shelves: Sequence[Shelf] | None = None,
+    stored: Sequence[StoredMatrices] | None = None,
 ) -> list[Decomposed]:
     """Decompose the Jacobians of several prompts that took turns.
 
@@ -433,7 +433,7 @@ def _decomposed(
         jacobians: from `jacobians_in_turns`.
         k: how many leading triplets are asked for.
         budget: how many are decomposed at a time.
-        shelves: those that `jacobians_in_turns` fills, which are handed on with the
+        stored: those that `jacobians_in_turns` fills, which are handed on with the
             results; without them no Jacobian is kept.
     """
     trace, _ = wanted[0]
@@ -476,7 +476,7 @@ def _decomposed(
                 torch.cat(norms),
                 dict(zip(map(str, connections), paths, strict=True)),
                 trace,
-                None if shelves is None else shelves[prompt],
+                None if stored is None else stored[prompt],
             )
         )
     return decomposed

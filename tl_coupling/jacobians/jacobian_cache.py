@@ -19,7 +19,7 @@ from tl_coupling.jacobians.budget import fits_in_memory
 from tl_coupling.jacobians.connections import AnyFunction, Connection
 
 
-class Shelf:
+class StoredMatrices:
     """Matrices of one shape, each with a number: in memory, or in a temporary file.
 
     The file has no name where the system allows that (not on Windows): nothing of it is
@@ -39,11 +39,11 @@ class Shelf:
             if keeps_in_memory:
                 self._held = like.new_empty(n, *like.shape)
         if self._held is None:
-            self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the shelf)
+            self._file = tempfile.TemporaryFile(prefix="tl_coupling_")  # noqa: SIM115 (it lives as long as the object)
             weakref.finalize(self, self._file.close)
 
     def put(self, i: int, matrix: Float[Tensor, "d d"]) -> None:
-        """Put the i-th matrix down."""
+        """Store the i-th matrix."""
         if self._held is not None:
             self._held[i] = matrix
         else:
@@ -87,7 +87,7 @@ class JacobianCache:
     """
 
     expected: set[Connection] = field(default_factory=set)
-    kept: dict[Group, tuple[Shelf, Path]] = field(default_factory=dict)
+    kept: dict[Group, tuple[StoredMatrices, Path]] = field(default_factory=dict)
 
     def keep(
         self, group: Group, matrices: Iterable[Tensor], path: Path, block: nn.Module
@@ -99,10 +99,10 @@ class JacobianCache:
         J = list(matrices)
         # As if all that are expected were there: later ones must fit as well.
         n_bytes = len(self.expected) * J[0].nbytes
-        shelf = Shelf(len(J), J[0], fits_in_memory(n_bytes, block))
+        stored = StoredMatrices(len(J), J[0], fits_in_memory(n_bytes, block))
         for i, matrix in enumerate(J):
-            shelf.put(i, matrix)
-        self.kept[group] = shelf, path
+            stored.put(i, matrix)
+        self.kept[group] = stored, path
 
 
 def caching_trace(trace: Trace, connections: Iterable[Connection]) -> Trace:

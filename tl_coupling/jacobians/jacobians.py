@@ -180,15 +180,15 @@ def jacobians_of(
             if not are_kept:
                 # Before its branches are asked for: it shows whether it has others.
                 block.refer_to(outputs)
-            # Of the branches, whose step and slope are others.
+            # The branches of a block have a step and a slope of their own.
             block = measured(block, function)
             if not are_kept:
                 block.refer_to(outputs)
             for group, output in zip(groups, outputs, strict=True):
                 if group in cache.kept:
-                    shelf, path = cache.kept[group]
+                    stored, path = cache.kept[group]
                     matrices: Sequence[Tensor] = [
-                        shelf[i] for i in range(len(group.connections))
+                        stored[i] for i in range(len(group.connections))
                     ]
                 else:
                     inputs = [c.input_position for c in group.connections]

@@ -1,5 +1,5 @@
-"""What a block's Jacobian is the sum of: its heads, its MLP, and the MLP acting on what
-attention adds.
+"""What a block's Jacobian is the sum of: its heads, its MLP, and the MLP acting on
+attention.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,7 @@ class BlockParts(Saved):
         matrices: J of each component, `[component d_model d_model]`; their sum is that
             of the block.
         labels: of each component, as TransformerLens has them: "L9H3" a head,
-            "9_mlp_out" the MLP, and "9_mlp∘attn" the MLP acting on what attention
-            adds.
+            "9_mlp_out" the MLP, and "9_mlp∘attn" the MLP acting on attention.
         layer, position: the block and the token.
         provenance: how it was made; JSON-able.
 
@@ -98,8 +97,8 @@ def block_parts(
 
     of a block that adds attention, `H = x + attn(x)`, and then its MLP, `Y = H +
     mlp(H)`. `J_h` is the derivative of what head h adds, of its pattern, its values and
-    the norm before it; M that of the MLP and its norm, at H. The last term is what the
-    MLP makes of what attention adds; a block whose attention and MLP stand side by side
+    the norm before it; M that of the MLP and its norm, at H. The last term is the
+    MLP acting on attention, on what it adds; a block whose attention and MLP stand side by side
     has none. Norms behind a branch, and multipliers, belong to the parts that they act
     on. A mixture of experts is one MLP, its router included. All are matrices `[d_model
     d_model]`, rows index outputs, an entry is a dimensionless gain, and they sum to

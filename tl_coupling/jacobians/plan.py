@@ -420,7 +420,8 @@ class _StandardBlock:
             # W_K and W_V behind the heads that share them.
             into += 2 * d_kv
             of_heads += self.d_head + 1
-        # What each head makes of its query (and value), and of its key, beside all rows.
+        # The products of each head with its query (and value), and of its key with all
+        # rows.
         heads = 2.0 * d_z * (of_heads + 1) * d
         rows = 2.0 * d_z * (self.d_head + 1) * n_pos
         return 2.0 * d**2 * into + heads + rows

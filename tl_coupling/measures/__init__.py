@@ -83,3 +83,4 @@ __all__ = [
     "without_shared",
     "without_top",
 ]
+__dir__ = __all__.copy

@@ -261,7 +261,8 @@ def safe_scale(x: Tensor, axes: int | tuple[int, ...]) -> Tensor:
     """
     largest = x.detach().abs().amax(axes, keepdim=True)
     limits = torch.finfo(x.dtype)
-    # Of smaller ones the squares of entries that still count would underflow.
+    # If the largest entry were smaller, the squares of entries that still count would
+    # underflow.
     smallest = limits.tiny**0.5 / limits.eps
     is_safe = (largest >= smallest) & (largest <= 1 / smallest)
     return largest.masked_fill(is_safe | (largest == 0), 1)

@@ -283,7 +283,7 @@ MEASURES: Mapping[MeasureName, Measure] = MappingProxyType(
             CapturedEnergy(
                 "captured_energy", "captured energy", "captured energy", bounded=True
             ),
-            # What the authors' released code reports.
+            # The authors' released code reports this measure.
             SpectralMiscoupling(
                 "released_norm",
                 r"$\Vert |A| - S \Vert / \Vert s \Vert_2$ of the released code",

@@ -39,7 +39,7 @@ from tl_coupling.measures.moments import (
 from tl_coupling.spectra import check_k
 
 Null = Literal["space", "spans", "pairs"]
-# Of larger seeds torch takes the last 32 bits, on a CPU; those of 64 bits overflow.
+# On a CPU torch takes the last 32 bits of a larger seed; seeds of 64 bits overflow.
 _N_SEEDS = 2**32
 # Numbers in memory at once.
 _MOST_NUMBERS = 2**22

@@ -59,3 +59,4 @@ from tl_coupling.models.weights import (
 )
 
 __all__ = ["ModelError", "load_model"]
+__dir__ = __all__.copy

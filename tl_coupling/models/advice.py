@@ -10,7 +10,7 @@ CUSTOM_CODE = (
     "it comes with Python code of its own, which is run only if asked for: read that "
     "code, then `load_model(…, trust_remote_code=True)`"
 )
-# What messages mean that hold these words.
+# The meanings of messages that hold these words.
 _MEANINGS = {
     "trust_remote_code=True": CUSTOM_CODE,
     "no file named model.safetensors": (
@@ -25,7 +25,7 @@ _MEANINGS = {
         '(`transformer_lens.loading.OFFICIAL_MODEL_NAMES`); use backend="bridge"'
     ),
 }
-# What to do about messages that match these patterns; the messages are quoted as well.
+# Advice on messages that match these patterns; the messages are quoted as well.
 _WHAT_TO_DO = {
     "Consistency check failed|Server [Ee]rror|Too Many": (
         "the hub failed or broke off the download; finished files are kept, try again"
@@ -40,7 +40,7 @@ _LACKS_PACKAGE = (
     "message names"
 )
 _NAMES_NO_MODEL = "Unrecognized model|not a valid model identifier|no file named"
-# Of a name that is none, or of a folder in no such format.
+# The advice on a name that is unknown, or on a folder in another format.
 _WANTED = (
     "wanted a HuggingFace hub name, a local folder in HuggingFace format, or "
     "'smollm2-135m'"

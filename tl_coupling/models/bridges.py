@@ -44,7 +44,7 @@ def load_bridge(request: LoadRequest, source: str, device: torch.device) -> nn.M
     facts.made_of = loading.made_of(bridge)
     if request.is_streamed:
         _check_dtype_of_streamed(bridge, request.dtype)
-        # What the bridge cut on its way was cut from stand-ins, which hold NaN.
+        # While it was built, the bridge cut its tensors from stand-ins, which hold NaN.
         hollow_cuts(bridge)
     return bridge
 
@@ -95,7 +95,8 @@ class _BridgeLoading:
             self._ready = {"tokenizer": wordless_tokenizer()}
         try:
             bridge = self._boot()
-        # Of a bridge that took fused matrices apart which are packed; see below.
+        # A bridge raises these when it takes apart fused matrices that are packed; see
+        # below.
         except (NotImplementedError, RuntimeError):
             if not self._quantization:
                 raise

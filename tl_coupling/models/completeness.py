@@ -28,7 +28,7 @@ from tl_coupling.models.patched_transformers import (
     weights_of,
 )
 
-# What wrappers of a module put before the name of each of its weights: torch.compile,
+# Prefixes that wrappers of a module put before the names of its weights: torch.compile,
 # DataParallel, FSDP.
 _WRAPPERS = r"^(?:(?:_orig_mod|module|_fsdp_wrapped_module)\.)+"
 # Buffers in floating point that a rule makes: frequencies of rotations, what masks and
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 _N_NAMED = 3
 # Characters of a message of transformers.
 _MOST_QUOTED = 150
-# What a pattern of conversions that takes up scales ends with.
+# The end of a conversion's pattern that takes up scales.
 _SCALES = "_scale_inv"
 # No model has as many layers by far.
 _TOO_DEEP = 10_000
@@ -125,7 +125,8 @@ def _read(
             raise
     if readings:
         return model, readings
-    # Of a class with a way of its own, transformers' report is all there is.
+    # For a class that loads weights in its own way, transformers' report is all there
+    # is.
     places = {key: Place(key, None) for key in report["unexpected_keys"]}
     reading = Reading((), places, weights_of(model), SimpleNamespace(**report))
     return model, [reading]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Of each dimension of a weight, about how many places go into the checksum.
+# About so many places along each dimension of a weight go into the checksum.
 _N_SAMPLED = 4
 # Objects within each other are looked into down to this depth.
 _DEEPEST = 12

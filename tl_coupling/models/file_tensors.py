@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import FLOAT_DTYPES
 
-# What safetensors calls a dtype; those that torch has under no such name keep theirs.
+# The dtypes by safetensors' names; names that torch has no dtype for are kept.
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -8,7 +8,8 @@ from typing import Any
 FLOAT_INSTEAD = (
     "load its float checkpoint, with `quantization=` if you wish, or a GGUF file"
 )
-# What names of tensors end with in files of a format; the first that has them all.
+# The ends of tensors' names in files of each format. A file is in the first format
+# whose ends it has all, in one of the alternatives.
 _ENDINGS = {
     "NVFP4": ({"weight_scale_2"}, {"weight_packed", "weight_global_scale"}),
     "compressed-tensors": ({"weight_packed"}, {"weight_scale", "weight_zero_point"}),

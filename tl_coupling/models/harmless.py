@@ -14,17 +14,17 @@ import torch
 from tl_coupling.models.file_tensors import FileTensor
 from tl_coupling.models.patched_transformers import Weight
 
-# What stands before a layer's number, or where there is none.
+# The parts of a name before a layer's number, or all of them where there is none.
 _NO_NUMBER = r"^(?:(?!\d)\w+\.)*"
-# What reads the stream behind the last block, beside what makes the logits: BERT's and
-# ViT's pooled first token, what it is classified by, values for reinforcement learning,
-# ColBERT's projection.
+# Modules that read the stream behind the last block, beside those that make the logits:
+# BERT's and ViT's pooled first token, classifiers of it, values for reinforcement
+# learning, ColBERT's projection.
 _HEADS = (
     "pooler|seq_relationship|sop_classifier|classifier|pre_classifier|score|"
     "classification_head|qa_outputs|discriminator_predictions|multiple_choice_head|"
     "v_head|reward_head|linear"
 )
-# What makes tokens of pictures or sounds, or sounds of tokens.
+# Modules that make tokens of pictures or sounds, or sounds of tokens.
 _TOWERS = (
     "vision_tower|vision_model|vision_encoder|vision_embed_tokens|visual|"
     "multi_modal_projector|mm_projector|image_newline|embed_vision|audio_tower|"

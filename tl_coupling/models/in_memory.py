@@ -131,7 +131,7 @@ def bridge_of(model: nn.Module) -> Any:
 
 def copied_modules(model: nn.Module) -> Any:
     """Return copies of the modules that share all tensors, in eval mode."""
-    # What is in the memo of `deepcopy` is not copied.
+    # `deepcopy` does not copy the objects in its memo.
     shared: dict[int, Any] = {
         id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())
     }

@@ -295,7 +295,8 @@ def _unpack_batch(
             "`prompt` must be one prompt, got several of different lengths: tokenize "
             "one text at a time"
         ) from None
-    # What says nothing is left out, for models that do not take it.
+    # Inputs that say nothing (a mask of ones) are left out, for models that do not take
+    # them.
     if _says_nothing(further.get("attention_mask"), 1):
         del further["attention_mask"]
     # GPT-2 adds the embedding of token 0 where all types are 0.

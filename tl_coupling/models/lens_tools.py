@@ -16,7 +16,8 @@ from tl_coupling.models.in_memory import bridge_of
 if TYPE_CHECKING:
     from transformer_lens import FactoredMatrix
 
-# Of HuggingFace's configurations: transformers 5 has the first, earlier ones the others.
+# Fields of HuggingFace's configurations: transformers 5 has the first, earlier versions
+# the others.
 _ROPE_SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling")
 
 
@@ -67,7 +68,7 @@ def load_lens(name: str) -> JacobianLens:
     """
     from transformer_lens.tools.analysis import JacobianLens as TheirLens
 
-    # Of a name that is no file, `from_pretrained` asks the hub.
+    # `from_pretrained` asks the hub about a name that is no file.
     if Path(name).suffix == ".pt" and not Path(name).exists():
         raise FileNotFoundError(f"there is no lens at {name}: give the file of one")
     try:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from tl_coupling.arguments import AnyPath
 
-# What transformers reads of a folder beside the weights: configurations, tokenizers,
-# code.
+# Files that transformers reads beside the weights: configurations, tokenizers, code.
 _READ = (
     "*config.json",
     "tokenizer*",

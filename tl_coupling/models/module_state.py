@@ -20,7 +20,7 @@ Change = tuple[object, str, object]
 _EXPERTS = "_experts_implementation_internal"
 # In which modules keep their buffers, parts and hooks.
 _DICTS = (dict, OrderedDict)
-# What of a module decides how it is called, beside its code.
+# Attributes of a module that decide how it is called, beside its code.
 _OF_CALL = (
     "training",
     "_forward_hooks",

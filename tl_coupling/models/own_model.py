@@ -24,7 +24,7 @@ from tl_coupling.models.module_state import (
 
 # The hook points that a model with its own modules has.
 _HOOK_POINT = re.compile(r"blocks\.(?P<layer>\d+)\.hook_resid_(?P<place>pre|post)")
-# Of the stream, with the hook point as the keyword argument `hook`.
+# A hook is called on the stream, with the hook point as the keyword argument `hook`.
 _Hook = Callable[..., Tensor | None]
 # Tokens of the run that shows which modules are the blocks, and sides of its image.
 _N_TOKENS = 4
@@ -372,7 +372,8 @@ def path_of_residual_stack(model: nn.Module, run: Callable[[], object]) -> str:
         for path, part in model.named_modules()
         if isinstance(part, nn.ModuleList) and len(part) > 0
     }
-    # What each module got first, which calls of others may follow before it returns.
+    # The first tensor that each running module got. Other modules may be called before
+    # it returns.
     entered: list[Tensor | None] = []
     passed: dict[nn.Module, list[_Passed]] = {}
 

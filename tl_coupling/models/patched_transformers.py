@@ -132,7 +132,7 @@ def weights_of(model: nn.Module) -> dict[str, Weight]:
     return {
         name: Weight(tensor.dtype, tuple(tensor.shape), name in parameters)
         for name, tensor in model.state_dict().items()
-        # What is no tensor (`_extra_state`) has no dtype.
+        # Entries that are no tensors (`_extra_state`) have no dtype.
         if isinstance(tensor, torch.Tensor)
     }
 

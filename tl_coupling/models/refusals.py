@@ -51,7 +51,7 @@ def refuse_custom_code(name: str, source: str, revision: str | None) -> None:
     from transformers import PretrainedConfig
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-    # What is not in HuggingFace format names no code.
+    # A model in another format than HuggingFace's names no code.
     with suppress(OSError):
         fields, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         has_code = "auto_map" in fields

@@ -21,7 +21,7 @@ _ALREADY = (
     "the text {} with {!r} already, so that the tokenizer's was not added: give token "
     "ids for both"
 )
-# Of what tokenizers are made: vocabularies by their many names.
+# Files that tokenizers are made of: vocabularies by their many names.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "*.model",
@@ -101,8 +101,9 @@ def tokens_of(
         prefix = [tokenizer.bos_token_id]
     if suffix and not _reads_both_ways(model):
         suffix = []
-    # What is there twice is taken once: a chat template writes it, and the tokenizer
-    # adds it. Ids alone do not tell: an unknown word may have that of the BOS token.
+    # A special token that is there twice is taken once: a chat template writes it, and
+    # the tokenizer adds it. Ids alone do not tell: an unknown word may have that of the
+    # BOS token.
     beginning = _written(prefix, tokenizer)
     if text[: len(prefix)] == prefix != [] and prompt.lstrip().startswith(beginning):
         text = text[len(prefix) :]
@@ -156,7 +157,7 @@ def lacks_tokenizer(source: str) -> bool:
     try:
         # Some read bytes or characters, and need no files.
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    # Of which kind depends on the architecture.
+    # The kind of the exception depends on the architecture.
     except Exception:
         return True
     return not knows_text(tokenizer)
@@ -167,7 +168,7 @@ def _brings_tokenizer(folder: Path) -> bool:
     need no file.
     """
     for file in ("tokenizer_config.json", "config.json"):
-        # What is damaged is said when it is loaded.
+        # Damage to these files is reported when the tokenizer is loaded.
         with suppress(OSError, ValueError, AttributeError):
             fields = json.loads((folder / file).read_text())
             if "AutoTokenizer" in fields.get("auto_map", {}):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-# What these packages put on a module is how a model computes, and no intervention of the
-# user's.
+# Hooks that these packages put on a module are part of how a model computes, and no
+# intervention of the user's.
 _PACKAGES_OF_MODELS = (
     "transformer_lens",
     "transformers",

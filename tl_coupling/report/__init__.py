@@ -3,3 +3,4 @@
 from tl_coupling.report.page import html_report, write_report
 
 __all__ = ["html_report", "write_report"]
+__dir__ = __all__.copy

@@ -246,7 +246,7 @@ def _where_coupled(first: Portrait) -> str:
 def _strongest_token(run: Portrait) -> tuple[Markup, float] | None:
     """Return the token that acts most on the measured one, and its mean share."""
     sources = run.influence.source_positions
-    # What the token does to itself would drown the others.
+    # The token's influence on itself would drown the others.
     other_places = [i for i, position in enumerate(sources) if position != run.position]
     if not other_places:
         return None
@@ -478,7 +478,7 @@ def _entropy(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
     }
     if not entropies:
         return Markup("")
-    # What reads the stream of a vision model is its classifier.
+    # A vision model's stream is read by its classifier.
     if first.trace.pixels is not None:
         certain, read_by = (
             "class",

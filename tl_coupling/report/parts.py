@@ -29,7 +29,8 @@ _SHRUNK = 0.8
 _STRETCHED = 1.3
 
 
-# What is not `Markup` is escaped: a name, a token, a prompt may hold anything.
+# Everything that is not `Markup` is escaped: a name, a token or a prompt may hold
+# anything.
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,

@@ -47,3 +47,4 @@ __all__ = [
     "svd",
     "tail_energy",
 ]
+__dir__ = __all__.copy

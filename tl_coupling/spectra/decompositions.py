@@ -20,7 +20,7 @@ from tl_coupling.spectra.parallel import parallel_map
 from tl_coupling.spectra.spectrum import Spectrum
 from tl_coupling.spectra.symmetric import eigvalsh
 
-# Of one matrix: U, S, Vh, residuals and steps.
+# U, S, Vh, residuals and steps of one matrix.
 Parts = tuple[Tensor, ...]
 _KRYLOV = "block Krylov space"
 _FILTER = "filtered subspace iteration"
@@ -39,8 +39,8 @@ _TYPICAL_FILTER_STEPS = 16
 
 # A singular value below this share of the largest is rounding, in float32.
 _ROUNDING = 1e-6
-# What may lie outside of a sketch, as a share of the Frobenius norm. The products of
-# SmolLM2's Jacobians round by up to 1.5e-6 of it.
+# The largest part of a matrix that may lie outside a sketch, as a share of the
+# Frobenius norm. The products of SmolLM2's Jacobians round by up to 1.5e-6 of it.
 _LARGEST_REMAINDER = 3e-6
 # Columns of the sketch beyond the expected rank, and columns that check it.
 _SKETCH_SURPLUS = 16

@@ -473,7 +473,7 @@ class Products:
 
     def __matmul__(self, V: Tensor) -> Tensor:
         if V.ndim == 3:
-            # Of one matrix, as those of a stack.
+            # A stack of one matrix is multiplied as that matrix.
             return (self @ V[0])[None]
         return self.multiply(V.to(self.dtype)).to(V.dtype)
 

@@ -98,7 +98,7 @@ class Spectrum:
             raise ValueError("the energy of J is not known: use `svd(J, k)`")
         norm = self.norm.double()
         is_zero = norm == 0
-        # Of a zero J every share is 0, and nothing is left out.
+        # Every share of a zero J is 0, and nothing is left out.
         shares = self.S.double() / norm.where(~is_zero, torch.inf)[..., None]
         return (1 - shares.square().sum(-1)).clamp(0, 1).where(~is_zero, 0.0)
 
@@ -159,14 +159,14 @@ class Spectrum:
             torch.cat([spectrum.U for spectrum in spectra]),
             torch.cat([spectrum.S for spectrum in spectra]),
             torch.cat([spectrum.Vh for spectrum in spectra]),
-            _joined([spectrum.residuals for spectrum in spectra]),
-            _joined([spectrum.steps for spectrum in spectra]),
-            _joined([spectrum.norm for spectrum in spectra]),
+            _concatenated_if_known([spectrum.residuals for spectrum in spectra]),
+            _concatenated_if_known([spectrum.steps for spectrum in spectra]),
+            _concatenated_if_known([spectrum.norm for spectrum in spectra]),
             way=" or ".join(sorted(ways)),
         )
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _concatenated_if_known(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Return the parts as one; None unless all are known."""
     tensors = [part for part in parts if part is not None]
     if len(tensors) < len(parts):

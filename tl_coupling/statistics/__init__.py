@@ -59,3 +59,4 @@ __all__ = [
     "paired_difference",
     "unpaired_difference",
 ]
+__dir__ = __all__.copy

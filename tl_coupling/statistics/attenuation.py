@@ -170,7 +170,8 @@ def _halves(n: int, rng: np.random.Generator) -> Iterator[Bool[np.ndarray, " n"]
             yield rng.permutation(n) < n // 2
         return
     for half in combinations(range(n), n // 2):
-        # Of an even number, the half without the first prompt is the rest of another.
+        # With an even number of prompts, the half without the first prompt is the rest
+        # of another half.
         if n % 2 or 0 in half:
             yield np.isin(np.arange(n), half)
 

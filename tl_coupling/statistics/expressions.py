@@ -18,7 +18,7 @@ import pandas
 from pandas.api import types
 
 Value: TypeAlias = np.ndarray | np.generic | bool | str
-# Of what they take, `_numbers`, `_truths` and `_compared` make sure.
+# `_numbers`, `_truths` and `_compared` check what these are called on.
 _Function: TypeAlias = Callable[[Any], Any]
 _Operator: TypeAlias = Callable[[Any, Any], Any]
 
@@ -262,7 +262,7 @@ def _column(table: pandas.DataFrame, name: str) -> np.ndarray:
         columns = ", ".join(map(str, table))
         raise ValueError(f"there is no column {name!r}; the columns are {columns}")
     values = table[name]
-    # Of two columns with one name pandas returns a table.
+    # pandas returns a table where two columns have one name.
     if not isinstance(values, pandas.Series):
         raise ValueError(f"there are two columns {name!r}")
     # Objects that are all numbers become numbers.

@@ -167,7 +167,7 @@ def _p_of_rho(
     y: Float[np.ndarray, " n"],
     orders: Int[np.ndarray, "n_orders n"],
 ) -> float:
-    # What permutations do not change is left out of the statistic.
+    # The statistic leaves out what permutations do not change.
     middle = (len(x) + 1) / 2
     ranks_x = stats.rankdata(x) - middle
     ranks_y = stats.rankdata(y) - middle
@@ -181,7 +181,7 @@ def _p_of_tau(
     y: Float[np.ndarray, " n"],
     orders: Int[np.ndarray, "n_orders n"],
 ) -> float:
-    # What permutations do not change is left out of the statistic.
+    # The statistic leaves out what permutations do not change.
     i, j = np.triu_indices(len(x), 1)
     signs_x = np.sign(x[:, None] - x).astype(np.float32)
     signs_y = np.sign(y[:, None] - y).astype(np.float32)
@@ -247,7 +247,7 @@ def _all_block_orders(
     orders = np.arange(len(families))[None]
     for size in np.unique(sizes):
         members = [np.flatnonzero(families == name) for name in names[sizes == size]]
-        # What takes the places of these members, in all ways.
+        # All orders in which these members may take each other's places.
         own_orders = [list(itertools.permutations(family)) for family in members]
         taken = [
             np.concatenate([chosen[family] for family in family_order])

@@ -108,7 +108,8 @@ def _difference(
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         if is_paired:
-            # Of one sample: its spread is exactly 0 where all differences are.
+            # The test of one sample has a spread of exactly 0 where all differences are
+            # 0.
             test = stats.ttest_1samp(second - first, 0)
         else:
             test = stats.ttest_ind(second, first, equal_var=False)

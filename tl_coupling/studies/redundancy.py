@@ -37,7 +37,7 @@ __all__ = ["layer_redundancy", "redundancy_correlations"]
 # Those whose cost coupling and block influence may predict.
 CHANGES = ("dropped", "swapped", "merged")
 _BLOCKS = ("all", "inner")
-# Of a variable of a dataset.
+# The dimensions of a variable of a dataset.
 Dims = str | tuple[str, ...]
 
 
@@ -335,7 +335,7 @@ def change_and_predictors(
     loss_change = data[f"loss_{change}"] - data["loss"]
     influence = data["block_influence"].transpose("prompt", "layer").values
     if dim == "pair":
-        # Of a pair, the mean of its two blocks.
+        # A pair's influence is the mean of its two blocks'.
         influence = (influence[:, 1:] + influence[:, :-1]) / 2
     return (
         loss_change.transpose("prompt", dim).values,
@@ -358,7 +358,7 @@ def check_redundancy(data: object) -> None:
             "wanted what `layer_redundancy` returns, "
             f"got data without {', '.join(sorted(missing))}"
         )
-    # What was not measured is NaN, and left out.
+    # Values that were not measured are NaN, and left out.
     measured: Any = data
     infinite = [
         name

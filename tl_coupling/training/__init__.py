@@ -23,3 +23,4 @@ __all__ = [
     "jacobians",
     "measure",
 ]
+__dir__ = __all__.copy

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import xarray
 
 Ids = Sequence[int] | Tensor
-# Of the blocks: what all steps of a run have in common.
+# Provenance that all steps of a run have in common.
 _FACTS = ("model", "n_layers", "d_model")
 
 

@@ -158,8 +158,8 @@ def undisturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
         for block in blocks:
             for module in block.modules():
                 switch(module)
-        # What `run` calls beside the blocks (embeddings with dropout) is known only as it
-        # is called; a parent is called before its parts.
+        # `run` calls other modules beside the blocks (embeddings with dropout), and
+        # each is known only when it is called. A parent is called before its parts.
         hook = nn.modules.module.register_module_forward_pre_hook(switch)
         undo.enter_context(hook)
         try:

@@ -342,8 +342,8 @@ def _couplings_of_pairs(
     A = einsum(U[..., :k], images, "column out j, row column out k -> row column j k")
     different = ~torch.eye(len(J), dtype=torch.bool, device=J.device)
     A = A[different]
-    # What is left out has no part in the graph: a derivative of 0/0 would be NaN, though
-    # it were multiplied by 0.
+    # Undefined pairs are left out of the graph: a derivative of 0/0 is NaN even when it
+    # is multiplied by 0.
     return 1 - normalized_miscoupling(A[_is_some(A)])
 
 

@@ -69,3 +69,4 @@ __all__ = [
     "step_lengths",
     "trajectory_pca",
 ]
+__dir__ = __all__.copy

@@ -52,7 +52,7 @@ _FEWEST_PROMPTS = 4
 _ROUNDING = 1e-3
 # Below this share of a lens that prompts do not explain, it is a mean of theirs.
 _UNEXPLAINED = 0.02
-# What must be the same where both say it; the names of faults.
+# Facts that must agree where both state them, with the fault's text.
 _FACTS = {
     "weights_digest": "its weights were others",
     "rope": "its rotary embedding was another",
@@ -176,7 +176,7 @@ class LensAudit(Saved):
     def faults(self) -> tuple[str, ...]:
         """What speaks against the lens, a clause each; empty if nothing does."""
         found = list(self.facts_that_differ)
-        # Of NaN every comparison below would say that nothing is wrong.
+        # With NaN, every comparison below would say that nothing is wrong.
         is_unknown = self._is_unknown()
         if unknown := self._layers_where(is_unknown):
             found.append(
@@ -308,7 +308,7 @@ class LensAudit(Saved):
         """Say at which layers a number that the verdict hangs on is NaN."""
         numbers = (self.needed_prompts, self.distance_from_mean, self.farthest)
         is_unknown = torch.stack(numbers).isnan().any(0)
-        # What the first layer is made of says it of the whole lens.
+        # The numbers of the first layer hold for the whole lens.
         is_known = not math.isnan(self.unexplained)
         is_known &= not bool(self.prompt_weights.isnan().any())
         return is_unknown | (not is_known)
@@ -521,7 +521,7 @@ def _numbers(
         }
         for name, number in numbers.items():
             by_layer.setdefault(name, []).append(number.cpu())
-    # Of `distance`, prompts come first.
+    # The first axis of `distance` is the prompts.
     return {name: torch.stack(values, -1) for name, values in by_layer.items()}
 
 

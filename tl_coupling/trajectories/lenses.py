@@ -30,7 +30,7 @@ LATER_ESTIMATOR = "jacobian_lens"
 Tokens = Literal["same", "later"]
 # TransformerLens's default.
 SKIPPED = 16
-# What the metadata take from the provenance of a trace, where it says so.
+# Facts that the metadata take from the provenance of a trace, if it has them.
 _TRACE_FACTS = (
     "weights_digest",
     "checkpoint",
@@ -224,7 +224,7 @@ def _effects_on_later(
     gradients = identity[:, None].repeat(1, n_valid, 1)
     means = X.new_empty(trace.n_layers - 1, d_model, d_model, dtype=torch.float64)
     for pulled in pulled_back(trace, gradients, skip_first_positions, 1):
-        # What enters a block is what left the one before.
+        # The input of a block is the output of the one before.
         means[pulled.layer - 1] = pulled.gradients.mean(1, dtype=torch.float64)
     return means
 

@@ -297,7 +297,8 @@ def _jacobian_linearisation(
         Connection(layer, position, position, position)
         for layer in range(trace.n_layers)
     ]
-    # Of the whole block with its norms: what it adds to the stream is predicted.
+    # The Jacobians are those of the whole block with its norms: what it adds to the
+    # stream is predicted.
     options = JacobianOptions(progress=progress)
     jacobians = jacobians_in_turns([(trace, connections)], options, "block")
     for connection, J, _ in jacobians:

@@ -263,7 +263,7 @@ def entropy_by_depth(
         inner_depths = torch.stack(
             [lens.transport(x[depth], depth - 1) for depth in depths]
         )
-    # What leaves the last block needs no lens, and may be normalised already.
+    # The stream behind the last block needs no lens, and may be normalised already.
     last_logits = trace.logits(x[-1], trace.final_norm)
     rows_at_once = max(1, _LOGITS_IN_MEMORY // last_logits.shape[-1])
     entropies = [

@@ -292,7 +292,7 @@ def _entropy_of_rows(
     """Return `ln Σ e^z − Σ z e^z / Σ e^z`, of logits z less the largest."""
     z = logits.double()
     z -= z.amax(-1, keepdim=True)
-    # Of a token that is ruled out it is −inf, and the product not a number.
+    # The logit of a token that is ruled out is −inf, and the product would be NaN.
     z.clamp_min_(_LEAST_LOGIT)
     weights = z.exp()
     total = weights.sum(-1)

@@ -29,7 +29,7 @@ from tl_coupling.models.weights.gguf_contents import (
 from tl_coupling.models.weights.quantized import drop_quantization, needs_package
 from tl_coupling.progress import with_progress
 
-# What the weights of a layer are called.
+# The beginning of the names of a layer's weights.
 _LAYER = re.compile(r"blk\.(\d+)\.")
 # Bytes read at a time.
 _CHUNK = 2**24
@@ -57,7 +57,7 @@ class GgufModel:
                 "or folder"
             )
         needs_package(repr(name), "gguf")
-        # What transformers reads of a file changes with its version.
+        # transformers may read the same file differently in another version.
         made_by = f"transformers-{version('transformers')}-{_READING}"
         self.folder: Path | None = (
             cache_root() / f"gguf-{_checksum(self.path)}-{made_by}-float32"

@@ -178,7 +178,7 @@ def hollow_model(
         weakref.finalize(loaded.model, stack.pop_all().close)
     weakref.finalize(loaded.model, _last_read.clear)
     files = _WeightFiles.from_model(loaded)
-    # Of weights that it only locates, transformers looks at no shape.
+    # transformers does not look at the shapes of weights that it only locates.
     refuse_other_shapes(repr(name), files.of_another_shape(loaded.model))
     _remove_accelerate(loaded)
     _hollow_out(loaded.model, files, device)
@@ -273,7 +273,7 @@ def _remove_accelerate(loaded: LoadedWeights) -> None:
     del model.hf_device_map
     for module in model.modules():
         own_forward = vars(module).get("forward")
-        # What accelerate puts back is the class's own.
+        # accelerate has put back the class's own `forward`.
         if getattr(own_forward, "__func__", None) is type(module).forward:
             del vars(module)["forward"]
 

@@ -26,9 +26,9 @@ from tl_coupling.statistics import (
     resamples,
 )
 
-# Of four models intervals of the slope cover .66, of three families .69, and from six
-# on .93 to .98 (make bench-statistics). Of five they barely hold, and a tenth of the
-# draws has fewer than three models.
+# Intervals of the slope cover .66 for four models, .69 for three families, and .93 to
+# .98 from six models on (make bench-statistics). For five they barely hold, and a tenth
+# of the draws has fewer than three models.
 FEWEST_RESAMPLED = 6
 _RESAMPLED = "models, and prompts within each draw, the same for all its models"
 # The band bends smoothly between its points.

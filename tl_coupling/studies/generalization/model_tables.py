@@ -440,7 +440,7 @@ def prompt_table(
             f"the survey holds no {measure} of any model on any prompt: "
             "measure some first"
         )
-    # What was not measured is NaN, and left out.
+    # Values that were not measured are NaN, and left out.
     infinite = [name for name in renamed if np.isinf(survey_at_k[renamed[name]]).any()]
     if infinite:
         raise ValueError(
@@ -512,7 +512,7 @@ def coupling_table(
             table[name] = table[name].fillna(row_scores[name])
         else:
             table[name] = row_scores[name]
-    # What was measured first, then the score.
+    # The measured columns come first, then the score.
     first = ["model", "checkpoint", measure, "null", score]
     return table.filter(dict.fromkeys([*first, *table]))
 

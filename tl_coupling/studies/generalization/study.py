@@ -484,7 +484,7 @@ class Study:
         x = means.transpose("row", "prompt").values[self.models.table.index]
         # Prompts that no model has are no reason to leave out the others.
         has_any = np.isfinite(x).any(0)
-        # Of the prompts that some model has, those that all have are taken.
+        # The prompts that all models have are taken, from those that some model has.
         selected = np.flatnonzero(prompts & has_any)
         is_taken = prompts & ~has_any
         is_taken[selected[common_prompts(x[:, selected])]] = True

@@ -38,7 +38,7 @@ def remark_on_strength(
     rank = association.spearman
     r_squared = f"R² = {line.r_squared:.3f}"
     rho = f"Spearman's ρ = {rank.rho:.3f}"
-    # Of too few models no bootstrap holds, and none is printed.
+    # A bootstrap of too few models does not hold, and none is printed.
     draws = ""
     if not bootstrap.too_few:
         r_squared += _range(bootstrap.r_squared)

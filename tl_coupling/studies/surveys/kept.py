@@ -116,5 +116,5 @@ def n_kept(folder: Path, unit: Unit) -> int:
 
 def forget(folder: Path, unit: Unit) -> None:
     """Remove the prompts of a unit that is finished."""
-    # What cannot be removed does no harm: the result counts from now on.
+    # Files that cannot be removed do no harm: the result counts from now on.
     shutil.rmtree(kept_folder(folder, unit), ignore_errors=True)

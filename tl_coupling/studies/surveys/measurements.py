@@ -69,8 +69,8 @@ def measure_prompts(
           `[prompt layer]`: `log_largest`, `alignment_gain` with its ends
           `alignment_gain_low` and `alignment_gain_high`, `product_participation_ratio`
           and its mean over conjugated products, `null_product_participation_ratio`;
-        - with `Settings(carriers=True)`, of attention, MLP and the MLP acting on what
-          attention adds, `[prompt layer branch]`: `carried_share` of the couplings'
+        - with `Settings(carriers=True)`, of attention, MLP and the MLP acting on
+          attention, `[prompt layer branch]`: `carried_share` of the couplings'
           diagonals and `jacobian_share`, whose difference is the excess; and where its
           mean over layers lies with random singular vectors, `[prompt branch]`:
           `null_excess_low` and `null_excess_high`;
@@ -105,7 +105,8 @@ def measured_prompts(
 
     metric = None
     if settings.metric is not None:
-        # Of all prompts, and so known only when each was traced once.
+        # The metric is that of all prompts, and so known only when each was traced
+        # once.
         metric = stream_metric(_traced(model, prompt, settings) for prompt in prompts)
 
     def measure(traced: Trace) -> "xarray.Dataset":
@@ -181,7 +182,7 @@ def measure_each_prompt(
     if kept is not None:
         measured = kept.joined(prompts, missing, measured)
     prompt_datasets = list(measured)
-    # What all prompts share of the provenance stays.
+    # The provenance that all prompts share stays.
     data = xarray.concat(prompt_datasets, "prompt", combine_attrs="drop_conflicts")
     ids = [prompt.id for prompt in prompts]
     tasks = [prompt.task or "" for prompt in prompts]

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import xarray
 
 PRECISIONS = ("float32", "bfloat16", "int8", "nf4")
-# What each row of `movements` is, in this order.
+# The rows of `movements`, in this order.
 MOVING = {
     mean_name("coupling"): MEASURES["coupling"].words,
     mean_name("normalized_miscoupling"): MEASURES["normalized_miscoupling"].words,
@@ -60,8 +60,8 @@ MOVING = {
     "loss": "loss (nats per token)",
 }
 _VECTORS = ("left", "right")
-# What weights of one model have in common beside its class, as TransformerLens'
-# configuration names it, and in words.
+# Sizes that all weights of one model have in common, beside its class: TransformerLens'
+# name for each, and words.
 _SIZES = {
     "n_heads": "attention heads",
     "n_key_value_heads": "key-value heads",
@@ -216,7 +216,7 @@ def precision_sweep(
     # With itself: overlaps of 1 and changes of 0, so that all precisions have the same
     # variables.
     measured[first] = _compared(measured[first], measured[first], first)
-    return _joined(measured, str(name), failed)
+    return _joined_precisions(measured, str(name), failed)
 
 
 @contextmanager
@@ -298,7 +298,7 @@ class _Sweep:
         return _compared(measured, reference, precision)
 
 
-def _joined(
+def _joined_precisions(
     measured: "dict[str, xarray.Dataset]", model: str, failed: dict[str, str | None]
 ) -> "xarray.Dataset":
     """Return the results of all precisions as one dataset, with their provenance.

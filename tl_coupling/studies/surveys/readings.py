@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # By whether a layer's pair with itself counts.
 PAIRS = {False: "different", True: "all"}
-# Of the frames that are drawn for a null.
+# The frames that are drawn for a null have at most this width, or 8 k.
 _WIDEST = 256
 
 
@@ -92,8 +92,8 @@ def _mean_and_null(
     own_share = values.where(is_own).mean(("layer", "other_layer")) / n_layers
     null = data[null_name(measure)]
     if diagonal:
-        # Of n² pairs n (n − 1) are of different layers, so that their null counts by
-        # (n − 1) / n; below, that of all pairs is taken apart again.
+        # n (n − 1) of the n² pairs are of different layers, so that their null counts
+        # by (n − 1) / n. Below, the null of all pairs is taken apart again.
         return mean, null * (n_layers - 1) / n_layers + own_share
     return mean, (null - own_share) * n_layers / (n_layers - 1)
 

@@ -30,7 +30,7 @@ PLAN = "plan.json"
 VERSION = 2
 # The netCDF library is not thread-safe.
 _netcdf = fork_safe_lock()
-# What a record calls the description of its model's files.
+# The key of a record under which the description of its model's files is.
 FILES = "files"
 
 
@@ -190,7 +190,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    # Of what will be read again: JSON makes lists of tuples, and texts of keys.
+    # The digest is that of what will be read again: JSON makes lists of tuples, and
+    # texts of keys.
     digest = _digest(json.loads(json.dumps(content)))
     text = json.dumps({**content, "digest": digest}, indent=1)
     write_atomically(path, lambda unfinished: unfinished.write_text(text))

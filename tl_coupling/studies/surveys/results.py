@@ -32,15 +32,16 @@ if TYPE_CHECKING:
 
 # Where `tl-coupling survey` puts a survey, beside its tables and pictures.
 UNITS = "units"
-# What every unit cost, and what is known of its model, by the names in the provenance.
+# The costs of every unit, and the facts about its model with their names in the
+# provenance.
 COSTS = ("seconds", "peak_memory")
 FACTS = {"n_layers": "n_layers", "d_model": "d_model", "n_parameters": "n_params"}
 # The same for all units, unless they were measured in different runs.
 _SAME_FOR_ALL = {"device", "versions"}
-# What units of one model may lack: those of earlier versions, and streamed models.
+# Units of earlier versions and of streamed models lack the digest of the weights.
 _WEIGHTS = "weights_digest"
 _WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
-# What the record of a survey's unit says of it.
+# The keys by which a record describes a survey's unit.
 _SURVEY_KEYS = {"model", "checkpoint", "source", "prompts"}
 # A model and a checkpoint: the units of its prompts make one piece of data.
 Cell = tuple[str, Checkpoint]
@@ -97,7 +98,7 @@ def _errors(folder: Folder, finished_keys: set[str]) -> dict[str, str]:
     # A dot in front is that of a file which is being written.
     result_keys = {path.stem for path in folder.path.glob("[!.]*.nc")}
     unfinished_keys = records.keys() - finished_keys
-    # Of a result without a record nobody knows whether it is whole.
+    # A result without a record may be incomplete.
     unrecorded_keys = result_keys - records.keys()
     errors = {}
     for key in sorted(unfinished_keys | unrecorded_keys):
@@ -287,7 +288,7 @@ def _concat(pieces: "list[xarray.Dataset]", dim: str) -> "xarray.Dataset":
     """Join datasets along a dimension; fill up those of other sizes with NaN."""
     import xarray
 
-    # What has no prompts, such as a model's layers, stays without.
+    # Variables without prompts, such as a model's layers, stay without them.
     joined_vars: Literal["minimal", "all"] = "minimal" if dim == "prompt" else "all"
     with warnings.catch_warnings():
         # dask's, that filling up makes more chunks.

@@ -10,7 +10,7 @@ from tl_coupling.measures import MeasureName, Norm, Orientation, Without
 from tl_coupling.trajectories import Window
 
 PAPER_PROMPT = "What is the capital of France? The capital is"
-# What surveys hold that were made before others could be chosen.
+# The measures of surveys that were made before others could be chosen.
 _PAPER_MEASURES: tuple[MeasureName, ...] = (
     "coupling",
     "normalized_miscoupling",

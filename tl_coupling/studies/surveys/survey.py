@@ -413,7 +413,7 @@ def run(
         failed = _failed(outcomes, labels, "units")
         # Those of earlier runs as well.
         data = joined_units(results, finished_units(results))
-        # Of this run: other models may have failed in earlier ones.
+        # These failed in this run: other models may have failed in earlier ones.
         data = data.assign_attrs(failed=json.dumps(failed))
         # A temporary folder is about to go, and lazy values with it.
         return data.load() if folder is None else data
@@ -492,7 +492,8 @@ def checkpoint_sweep(
         checkpoint for checkpoint in checkpoints if str(checkpoint) not in failed
     ]
     model = units[0].subject["model"]
-    # Of these checkpoints alone, in the order asked for: the folder may hold others.
+    # The data are those of these checkpoints alone, in the order asked for: the folder
+    # may hold others.
     data = data.sel(model=model, checkpoint=measured_checkpoints, drop=True)
     _check_depths(data, name)
     return data.drop_vars([*FACTS, *COSTS]).assign_attrs(model=os.fspath(name))
@@ -534,7 +535,8 @@ def _outcomes(
     # Bars of several workers would overwrite each other; a function wraps units alone.
     shows_prompts = executor is None and not callable(progress)
     progress_of_prompts = progress if shows_prompts else False
-    # What is there is still there when the units are run.
+    # The folder is held, so that results that are there now are still there when the
+    # units are run.
     with results.held():
         _check_names(results, units)
         described_units = attach_files(results, units)

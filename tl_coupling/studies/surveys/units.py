@@ -122,7 +122,7 @@ class Folder:
         self._implied = dict(implied or {})
         self._requested_plan: dict[str, Any] | None = None
         if plan is not None:
-            # What JSON makes of it is compared with what was written.
+            # The plan as JSON gives it back is compared with the one that was written.
             text = json.dumps({"version": VERSION, **plan})
             self._requested_plan = json.loads(text)
         self._is_held = False

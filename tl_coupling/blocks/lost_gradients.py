@@ -1,7 +1,7 @@
-"""Functions without a slope, and those that hide theirs from autograd, told by their
-names.
+"""Where a gradient is lost: in piecewise constant functions, whose slope is zero, and in
+functions that hide theirs from autograd. Both are told by their names.
 
-Where the steps of a staircase are wider than the moves of the slope check, it looks
+Where the pieces are wider than the moves of the slope check, such a function looks
 constant there, and only its name reveals it.
 """
 
@@ -14,7 +14,7 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_STAIRS = {
+_PIECEWISE_CONSTANT = {
     "round",
     "floor",
     "ceil",
@@ -32,16 +32,17 @@ _HIDES = {"item", "tolist", "numpy", "__float__", "register_hook"}
 
 
 # A mode, because the calls are in the block's own code, and leave no other trace.
-class Stairs(TorchFunctionMode):
-    """Context that notes a function with slope zero, if one is differentiated in it,
-    and what stops a gradient that would have been part of the derivative.
+class LostGradients(TorchFunctionMode):
+    """Context that notes piecewise constant functions that are differentiated in it,
+    and functions that stop a gradient that would have been part of the derivative.
 
-    `called` is the name of the last such function, or None; `stop` what stopped a
-    gradient last.
+    Attributes:
+        piecewise_constant: the name of the last such function, or None.
+        stopped_by: the name of the function that stopped a gradient last, or None.
     """
 
-    called: str | None = None
-    stop: str | None = None
+    piecewise_constant: str | None = None
+    stopped_by: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +59,9 @@ class Stairs(TorchFunctionMode):
         """Call the function, and note its name if it has slope zero."""
         output = func(*args, **(kwargs or {}))
         self._note_stops(func, [*args, *(kwargs or {}).values()], output)
-        if (name := _stairs_name(func, output)) and _is_differentiated(args[0]):
-            self.called = name
+        name = _name_if_piecewise_constant(func, output)
+        if name is not None and _is_differentiated(args[0]):
+            self.piecewise_constant = name
         return output
 
     def _note_stops(
@@ -80,14 +82,14 @@ class Stairs(TorchFunctionMode):
             return
         # Its values leave torch: whatever comes of them has no gradient.
         if name in _HIDES:
-            self.stop = name
+            self.stopped_by = name
         elif not origins and name not in _DETACHES and torch.is_grad_enabled():
             return
         for tensor in tensors_in([output]):
             if not tensor.is_floating_point():
                 continue
             if tensor.requires_grad and origins:
-                self.stop = origins[0]
+                self.stopped_by = origins[0]
             elif not tensor.requires_grad:
                 self._stopped[tensor] = origins[0] if origins else _word(name)
 
@@ -111,13 +113,13 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             unread.extend(value)
 
 
-def _stairs_name(func: Callable[..., Any], output: object) -> str | None:
-    """Return the name of a function of torch if it has slope zero."""
+def _name_if_piecewise_constant(func: Callable[..., Any], output: object) -> str | None:
+    """Return the name of a function of torch if it is piecewise constant."""
     if isinstance(func, OpOverloadPacket) and str(func).startswith("quantized."):
         return str(func)
     name: str = getattr(func, "__name__", "")
     is_whole = isinstance(output, Tensor) and not output.is_floating_point()
-    if name in _STAIRS or (name in _CASTS and is_whole):
+    if name in _PIECEWISE_CONSTANT or (name in _CASTS and is_whole):
         return name
     return None
 
