@@ -18,7 +18,7 @@ from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.files import plain
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
-from tl_coupling.models import JacobianLens, bridge_of
+from tl_coupling.models import JacobianLens, bridge_of, refuse_offloaded
 from tl_coupling.results import DifferentPrompts, Saved, ShortTable
 from tl_coupling.trajectories import check_lens
 
@@ -484,6 +484,7 @@ class _Later(NamedTuple):
 
 def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
     """Return `u W_U` of each direction."""
+    refuse_offloaded(trace.model, "the unembedding of directions")
     # The unembedding of a model on disk is read for this.
     with own_arithmetic(trace.model, fills_at_once=True):
         W_U = getattr(trace.model, "W_U", None)
