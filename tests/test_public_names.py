@@ -111,8 +111,7 @@ def test_rooms_hand_out_functions_and_classes_each_in_one_room_or_of_statistics(
             assert len(homes_of(value)) == 1, name
 
 
-# `plots` does not show the pictures of studies yet.
-@pytest.mark.parametrize("room", sorted(ROOMS.keys() - {"plots"}))
+@pytest.mark.parametrize("room", sorted(ROOMS))
 def test_a_room_shows_what_its_page_documents_and_no_more(room: str) -> None:
     """As `tlc.models.<Tab>` does, in a notebook or a shell."""
     assert dir(ROOMS[room]) == sorted(ROOMS[room].__all__)

@@ -16,3 +16,4 @@ from tl_coupling.studies.plots import *
 from tl_coupling.studies.plots import __all__ as _pictures_of_studies
 
 __all__ = sorted([*_pictures, *_pictures_of_studies])
+__dir__ = __all__.copy
