@@ -322,7 +322,7 @@ class DepthMeasurement:
         self, run: Run, prompt: Prompt, metric: Metric | None
     ) -> list[CouplingMap]:
         """Return the map in each orientation; that which was asked for comes first."""
-        maps = tlc.comparisons.depth_couplings(
+        maps = tlc.comparisons.depth_coupling_by_orientation(
             run.trace(prompt),
             self.comparing.largest,
             own_position(prompt, self.position),

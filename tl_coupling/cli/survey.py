@@ -109,12 +109,12 @@ def survey(
         **sweep.loading,
     )
     with work_in(out) as work, executor_for(workers, slurm, out / "jobs") as executor:
-        data = tlc.run(survey_of_models, out / UNITS, executor, progress=True)
+        data = tlc.run_survey(survey_of_models, out / UNITS, executor, progress=True)
         # The folder as a whole, with a file for each unit.
         work.written.append(out / UNITS)
         if sweep.all_measures:
             write_choices(work, data)
-        data = tlc.surveys.one_orientation(data)
+        data = tlc.surveys.select_orientation(data)
         tables = {
             k: tlc.generalization.task_means(data, k=k)
             for k in data["k"].values.tolist()
