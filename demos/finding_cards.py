@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import ladder
 import tl_coupling as tlc
-from tl_coupling.plots import color_scale, labels
+from tl_coupling.pictures import color_scale, labels
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 
 RESULTS = Path(__file__).parent / "studies" / "results"

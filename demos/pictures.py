@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import tl_coupling as tlc
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import CONTROLS as CONTROL_NAMES
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES, ROTATIONS
 

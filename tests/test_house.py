@@ -39,11 +39,11 @@ WITHIN_A_LEVEL = {
     ("results", "files"),
     ("measures", "spectra"),
     ("influence", "comparisons"),
-    ("interactive", "plots"),
+    ("interactive", "pictures"),
     ("report", "interactive"),
-    ("report", "plots"),
+    ("report", "pictures"),
 }
-SHOWING = ("plots", "interactive", "report", "studies.plots")
+SHOWING = ("pictures", "interactive", "report", "studies.plots")
 NEEDED_BY_ALL = ("arguments", "files", "progress", "interrupts")
 # Of these, pictures and the report need not even know a class.
 NEVER_SHOWN = ("models", "blocks", "jacobians")
@@ -82,7 +82,7 @@ def test_imports_are_found_wherever_they_stand(tmp_path, monkeypatch):
     module = tmp_path / "room" / "module.py"
     module.write_text(
         "from typing import TYPE_CHECKING\nimport torch\n"
-        "if TYPE_CHECKING:\n    from tl_coupling.plots import a\n"
+        "if TYPE_CHECKING:\n    from tl_coupling.pictures import a\n"
         "def f():\n    from tl_coupling.files import b\n    from . "
         "import c\n    from ..models.loading import d\n"
     )
@@ -104,10 +104,10 @@ def test_every_room_has_a_level():
     assert 10 < len(rooms) <= 27
 
 
-def test_a_public_path_hands_out_names_of_its_room_and_is_imported_by_no_room():
-    for name, room in PUBLIC_PATHS.items():
+def test_a_public_path_hands_out_names_of_its_rooms_and_is_imported_by_no_room():
+    for name, rooms in PUBLIC_PATHS.items():
         assert {module for module, _ in every_import(PACKAGE / f"{name}.py")} == {
-            f"tl_coupling.{room}"
+            f"tl_coupling.{room}" for room in rooms
         }
     paths = {f"tl_coupling.{name}" for name in PUBLIC_PATHS}
     through_a_path = [

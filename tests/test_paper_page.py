@@ -146,7 +146,7 @@ def test_every_command_runs_prints_and_draws_what_is_named(
 ) -> None:
     """In the order of the page: later ones use what earlier ones wrote."""
     monkeypatch.chdir(folder)
-    # Pictures are drawn here; that they render is what tests/plots is for, and takes
+    # Pictures are drawn here; that they render is what tests/pictures is for, and takes
     # most of the time.
     monkeypatch.setattr(
         Figure, "savefig", lambda _, path, **__: Path(path).write_bytes(b"drawn")

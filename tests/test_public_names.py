@@ -75,12 +75,12 @@ def test_a_name_that_is_not_there(name: str) -> None:
 def test_nothing_is_loaded_before_it_is_used() -> None:
     heavy = {"torch", "matplotlib", "transformer_lens", "xarray"}
     assert not heavy & loaded_by("import tl_coupling; dir(tl_coupling)")
-    rooms = {f"tl_coupling.{room}" for room in ("plots", "interactive", "report")}
+    rooms = {f"tl_coupling.{room}" for room in ("pictures", "interactive", "report")}
     assert not rooms & loaded_by("import tl_coupling; tl_coupling.depth_coupling")
 
 
 def test_rooms_are_there_on_a_fresh_import() -> None:
-    assert "tl_coupling.plots.maps" in loaded_by(
+    assert "tl_coupling.pictures.maps" in loaded_by(
         "import tl_coupling; tl_coupling.plots.plot_coupling"
     )
 
@@ -130,8 +130,7 @@ def test_rooms_hand_out_functions_and_classes_each_in_one_room_or_of_statistics(
             assert len(homes_of(value)) == 1, name
 
 
-# `plots` does not show the pictures of studies yet.
-@pytest.mark.parametrize("room", sorted(ROOMS.keys() - {"plots"}))
+@pytest.mark.parametrize("room", sorted(ROOMS))
 def test_a_room_shows_what_its_page_documents_and_no_more(room: str) -> None:
     """As `tlc.models.<Tab>` does, in a notebook or a shell."""
     assert dir(ROOMS[room]) == sorted(ROOMS[room].__all__)

@@ -207,12 +207,15 @@ def test_readme_begins_with_the_two_commands_of_a_clone(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((pages.ROOT / name).read_text())
     uses = {
-        "demo": {".venv": ".venv/bin/tl-coupling depth --model smollm2-135m "},
+        "demo": {".venv/demo": ".venv/bin/tl-coupling depth --model smollm2-135m "},
         "test": {
-            name: f"{name}/bin/python -m pytest " for name in (".venv", ".venv-tl3")
+            f"{name}/ready": f"{name}/bin/python -m pytest "
+            for name in (".venv", ".venv-tl3")
         },
     }
-    for target, of_environments in uses.items():
+    # Who only looks waits for no tool of developers.
+    extras_installed = {"demo": {"smollm2"}, "test": {"smollm2", "dev,smollm2"}}
+    for target, uses_by_stamp in uses.items():
         command = ["make", "--dry-run", "--always-make", target]
         # Not what the make that runs the tests was given.
         environment = {
@@ -228,15 +231,18 @@ def test_readme_begins_with_the_two_commands_of_a_clone(tmp_path: Path) -> None:
             text=True,
             check=True,
         )
-        for name, use in of_environments.items():
+        for stamp, use in uses_by_stamp.items():
+            name = stamp.partition("/")[0]
             steps = [
                 f"-m venv {name}\n",
                 f"{name}/bin/pip install ",
-                f"touch {name}/ready",
+                f"touch {stamp}",
                 use,
             ]
             places = [done.stdout.index(step) for step in steps]
             assert places == sorted(places), (target, done.stdout)
+        extras = set(re.findall(r"-e '\.\[([\w,]+)\]'", done.stdout))
+        assert extras == extras_installed[target]
 
 
 def test_readme_shows_the_means_of_docs_start() -> None:

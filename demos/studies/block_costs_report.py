@@ -12,7 +12,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from scipy import stats
 
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 CHANGES = ("dropped", "merged")
 # In the order in which they enter; depth has two columns.

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from matched_losses import END, UNTRAINED, spread_out
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import cluster_robust
 from vit_report import readable

@@ -57,7 +57,7 @@ import tl_coupling as tlc
 from paths import distinct_texts, interval
 from shared_directions import keep
 from tl_coupling.measures import in_metric, mean_random_coupling, random_rotations
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 # What is drawn, and what it is called there.
 DRAWN = {

@@ -13,7 +13,7 @@ from scipy import stats
 
 from matched_losses import END, UNTRAINED, spread_out
 from slopes import Design, design_of
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from vit_report import readable
 
 CELL = ["n_tokens", "other_text", "learning_rate"]

@@ -40,7 +40,7 @@ import tl_coupling as tlc
 from paths import distinct_texts
 from shared_directions import keep
 from tl_coupling.measures import mean_random_coupling, random_rotations
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_TEXTS = 3 if IS_SMALL else 12

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_SUBSPACES
 
 # What is measured of the base: its label, and which of `chances` it is compared with.

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from tl_coupling.measures import mean_random_coupling
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_SUBSPACES
 from vit_report import readable
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.statistics import crossed_mean, is_constant, rank_correlation
 from tl_coupling.studies.generalization import FEWEST_RESAMPLED, bootstrap, linear_fit
 

@@ -462,6 +462,35 @@ def test_a_mean_of_saved_maps_is_that_of_the_prompts(model, tmp_path: Path) -> N
     assert saved.provenance["prompts"] == measured.provenance["prompts"]
 
 
+def test_all_pairs_have_a_spread_and_an_interval_as_well(mean, maps) -> None:
+    of_prompts = [result.mean(2, off_diagonal=False) for result in maps]
+    by_map = mean.by_map(2, off_diagonal=False)
+    np.testing.assert_allclose(by_map, of_prompts, rtol=1e-5)
+    spread = mean.spread_of_mean(2, off_diagonal=False)
+    assert spread == pytest.approx(np.std(of_prompts, ddof=1), rel=1e-4)
+    expected = stats.t.interval(
+        0.95, len(maps) - 1, np.mean(of_prompts), stats.sem(of_prompts)
+    )
+    assert mean.interval(2, off_diagonal=False) == pytest.approx(expected, rel=1e-4)
+    assert mean.interval(2, off_diagonal=False) != mean.interval(2)
+
+
+def test_a_short_table_says_what_the_methods_give(mean, maps) -> None:
+    table = mean.table([1, 3], off_diagonal=False)
+    assert [row[0] for row in table.rows] == ["1", "3"]
+    for k, coupling, null in table.rows:
+        low, high = mean.interval(int(k), off_diagonal=False)
+        spread = mean.spread_of_mean(int(k), off_diagonal=False)
+        value = mean.mean(int(k), off_diagonal=False)
+        assert coupling == f"{value:.3f} ± {spread:.3f} [{low:.3f}, {high:.3f}]"
+        assert null == f"{mean.null(int(k), off_diagonal=False):.3f}"
+    low, high = mean.null_interval(3, off_diagonal=False)
+    assert f"{low:.3f} to {high:.3f} (k = 3)" in table.caption
+    assert f"{len(maps)} prompts" in table.caption
+    of_one_prompt = maps[0].table([3])
+    assert of_one_prompt.rows[0][1] == f"{maps[0].mean(3):.3f}"
+
+
 def test_the_table_of_a_mean_has_its_spread(mean: MeanCouplingMap) -> None:
     table = mean.to_dataframe([1, 3])
     of_three = table[table["k"] == 3]

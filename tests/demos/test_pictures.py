@@ -20,7 +20,7 @@ import pictures
 import tl_coupling as tlc
 from drawn_texts import unreadable
 from findings import findings
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import CONTROLS
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -18,7 +18,7 @@ import paths
 import pictures
 import rotation
 from tl_coupling.models.embedded import embedded_folder
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 FOLDER = Path(rotation.__file__).parent / "results" / "rotation"
 PAGE = Path(__file__).parents[2] / "docs/findings/directions.md"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import model_folders
 from tl_coupling.models.file_tensors import FileTensor, tensors_in
 
 # The dtype, whether its entries are numbers as they are, and whether whole ones.
@@ -76,3 +77,19 @@ def test_a_dtype_that_torch_does_not_know_holds_no_numbers() -> None:
 def test_what_is_in_a_gguf_file_is_not_known_here(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert list(tensors_in([str(tmp_path / "model.gguf")])) == []
+
+
+def test_a_tensor_of_a_gguf_file_is_dequantised(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = tmp_path / "tiny.gguf"
+    plain = model_folders.save_gguf(path)
+    names = {
+        "blk.0.ffn_up.weight": "mlp.up_proj",
+        "blk.0.attn_norm.weight": "input_layernorm",
+    }
+    for name, part in names.items():
+        tensor = FileTensor(str(path), name, torch.float32, ())
+        weight = plain.get_parameter(f"model.layers.0.{part}.weight")
+        assert torch.equal(tensor.read(), weight)
+    # Its own reader knows where they are in a model.
+    assert list(tensors_in([str(path)])) == []

@@ -16,6 +16,8 @@ import changed_models
 import tiny
 import tl_coupling as tlc
 from changed_models import IDS, KINDS, Given, NotPossible, verdict
+from tl_coupling.blocks import mean_weights
+from tl_coupling.directions.downstream import change_of_logits
 
 pytestmark = pytest.mark.both_lines
 
@@ -415,6 +417,62 @@ def test_weights_that_accelerate_moves_in_when_they_are_needed() -> None:
     accelerate.cpu_offload(model)
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.testing.assert_close(jacobian(model), expected, atol=1e-5, rtol=1e-4)
+
+
+def on_disk(architecture: str, dtype: torch.dtype, folder: Path) -> tuple[Any, Any]:
+    """A model in memory, and one of the same weights that accelerate reads from disk."""
+    pytest.importorskip("accelerate")
+    model = tiny.huggingface_model(architecture, dtype=dtype)
+    model.save_pretrained(folder)
+    offloaded = type(model).from_pretrained(
+        folder,
+        dtype=dtype,
+        device_map={"": "disk"},
+        offload_folder=str(folder / "offload"),
+        attn_implementation="eager",
+    )
+    assert all(parameter.is_meta for parameter in offloaded.parameters())
+    return model, offloaded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_a_model_that_accelerate_reads_from_disk_is_measured_as_in_memory(
+    architecture: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, offloaded = on_disk(architecture, dtype, tmp_path)
+    parameters = dict(offloaded.named_parameters())
+    expected = tlc.trace(model, IDS)
+    trace = tlc.trace(offloaded, IDS)
+    assert torch.equal(trace.residual, expected.residual)
+    torch.testing.assert_close(
+        tlc.block_jacobians(trace),
+        tlc.block_jacobians(expected),
+        atol=1e-5,
+        rtol=1e-4,
+    )
+    x = expected.residual[-1]
+    torch.testing.assert_close(trace.logits(x), expected.logits(x))
+    assert trace.provenance["device"] == "cpu"
+    for name, parameter in offloaded.named_parameters():
+        assert parameter is parameters[name]
+        assert parameter.is_meta
+        assert parameter.dtype == dtype
+
+
+def test_what_takes_weights_that_accelerate_has_elsewhere_is_refused(
+    tmp_path: Path,
+) -> None:
+    _, offloaded = on_disk("llama", torch.float32, tmp_path)
+    trace = tlc.trace(offloaded, IDS)
+    with pytest.raises(tlc.ModelError, match=r"^the unembedding .* memory=\"stream\""):
+        tlc.directions.decode(trace, 1, 2)
+    with pytest.raises(tlc.ModelError, match=r"^the derivative of the logits takes"):
+        change_of_logits(trace, torch.ones(1, trace.d_model), -1)
+    blocks = tiny.layers_of(offloaded)
+    merged = mean_weights(blocks[0], blocks[1])
+    with pytest.raises(tlc.ModelError, match=r"^merging blocks takes weights"), merged:
+        pass
 
 
 def test_tokens_that_were_added_after_loading() -> None:

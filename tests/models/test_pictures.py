@@ -15,7 +15,7 @@ from torch import nn
 
 import tl_coupling as tlc
 from tl_coupling.models import pictures
-from tl_coupling.plots.patches import picture_of
+from tl_coupling.pictures.patches import picture_of
 from tl_coupling.report.patches import shown_picture
 from vision_models import png_header, save_vit
 

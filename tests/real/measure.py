@@ -28,7 +28,7 @@ from real.weights import checked_file, unpacked_folder
 from tl_coupling.files import write_atomically
 from tl_coupling.models import EMBEDDED_MODEL, embedded_folder
 from tl_coupling.models.loaded import version
-from tl_coupling.plots.maps import color_scale
+from tl_coupling.pictures.maps import color_scale
 
 # Of a J measured in float32, relative to what float64 gives: random products of it, by
 # autograd and by differences.

@@ -12,6 +12,7 @@ import torch
 import xarray
 
 import tl_coupling as tlc
+from html_reader import Reader
 from made_up_results import random_map
 from tl_coupling.results import Saved
 
@@ -122,6 +123,23 @@ def test_a_name_for_each_entry_along_a_dimension(
         if isinstance(names, tuple) and dims in sized:
             with pytest.raises(ValueError, match=f"`{field}` must name the"):
                 dataclasses.replace(result, **{field: (*names, names[0])})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_notebook_shows_a_short_table(name: str, tiny_trace: tlc.Trace) -> None:
+    result = RESULTS[name](tiny_trace)
+    table = result.table()
+    assert len(table.rows) in range(1, 13)
+    assert {len(row) for row in table.rows} == {len(table.headings)}
+    # The model is named once.
+    assert "tiny" in f"{table.title}\n{table.caption}"
+    page = Reader(result._repr_html_())
+    assert page.open == [""]
+    assert len(page.all("th")) == len(table.headings)
+    assert len(page.all("td")) == len(table.rows) * len(table.headings)
+    assert table.headings[-1] in page.text
+    assert table.rows[-1][-1] in page.text
 
 
 @pytest.fixture

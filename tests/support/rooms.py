@@ -19,24 +19,24 @@ LEVELS = [
     "comparisons influence trajectories dynamics",
     "directions training",
     "portraits",
-    "plots interactive report",
+    "pictures interactive report",
     "studies.surveys",
     "studies.redundancy studies.generalization",
     "studies.plots",
     "cli",
 ]
-# Files that hand out public names of a room under the path where users know them.
+# Files that hand out public names of rooms under the path where users know them.
 PUBLIC_PATHS = {
-    "gradients": "blocks",
-    "traces": "blocks",
-    "surveys": "studies.surveys",
-    "redundancy": "studies.redundancy",
-    "generalization": "studies.generalization",
+    "gradients": {"blocks"},
+    "traces": {"blocks"},
+    "plots": {"pictures", "studies.plots"},
+    "surveys": {"studies.surveys"},
+    "redundancy": {"studies.redundancy"},
+    "generalization": {"studies.generalization"},
 }
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms.split()}
-# Files that only hand out what stands in others. `tlc.plots` has pictures of studies too,
-# whose room is above its own.
-DOORS = {"__init__", "__main__", "studies/__init__", "plots/__init__", *PUBLIC_PATHS}
+# Files that only hand out what stands in others.
+DOORS = {"__init__", "__main__", "studies/__init__", "pictures/__init__", *PUBLIC_PATHS}
 MODULES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))

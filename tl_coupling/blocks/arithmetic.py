@@ -30,10 +30,12 @@ from tl_coupling.models import (
     filled,
     has_packed_parts,
     holds_stored_weights,
+    input_device,
     is_packed,
     left_as_found,
     looked_up,
     looks_up,
+    refuse_offloaded,
 )
 
 # States that the measuring thread has entered and not yet left: device, dtype, and the
@@ -83,7 +85,12 @@ def forwards_replaced(
 def mean_weights(first: nn.Module, second: nn.Module) -> Iterator[None]:
     """Give each parameter of `first` the mean of its own values and `second`'s in this
     context. Costs a copy of the weights.
+
+    Raises:
+        ModelError: weights are where accelerate brings them in.
     """
+    # The mean would be overwritten by the weights that are brought in.
+    refuse_offloaded(first, "merging blocks")
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     with attributes_set((p, "data", (p.data + q.data) / 2) for p, q in pairs):
         yield
@@ -149,8 +156,9 @@ def own_arithmetic(
     from the start: weights that are read within torch.func end with it.
     """
     weight = next(module.parameters(), torch.empty(0))
+    device = input_device(module)
     facts = facts_of(module)
-    with exact_arithmetic(weight.device), ExitStack() as stack:
+    with exact_arithmetic(device), ExitStack() as stack:
         stack.enter_context(model_left_as_found(module))
         # Within its own arithmetic a model has its weights already.
         lacks_weights = not facts.is_filled_when_called and (
@@ -165,12 +173,12 @@ def own_arithmetic(
             if fills_at_once:
                 blocks = set(getattr(module, "blocks", ()))
                 parts = [part for part in _parts_to_fill(module) if part not in blocks]
-                stack.enter_context(exact_arithmetic(weight.device, parts, dtype))
+                stack.enter_context(exact_arithmetic(device, parts, dtype))
             else:
                 stack.enter_context(_filled_when_called(module, dtype))
         experts = eager_experts(module, dtype or weight.dtype)
         stack.enter_context(attributes_set(experts))
-        stack.enter_context(defaults_of_model(weight.device, weight.dtype))
+        stack.enter_context(defaults_of_model(device, weight.dtype))
         yield
 
 

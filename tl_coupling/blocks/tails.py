@@ -23,6 +23,7 @@ from tl_coupling.models import (
     ModelInput,
     OwnModel,
     facts_of,
+    input_device,
     is_bridge,
     missing_head,
 )
@@ -212,7 +213,7 @@ def _run(
     if is_bridge(model):
         original = model.original_model
         options = options_of_bridge | model_input.options_of_call(model)
-    batch = model_input.batch.to(next(model.parameters()).device)
+    batch = model_input.batch.to(input_device(model))
 
     def note(_: nn.Module, __: tuple[object, ...], output: object) -> None:
         outputs.append(output)

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
@@ -19,16 +18,17 @@ from tl_coupling.cli.options import (
     Untrained,
     own_position,
 )
-from tl_coupling.cli.tables import table_of
-from tl_coupling.comparisons import Carriers, HeadCoupling, Share, strongest_heads
+from tl_coupling.comparisons import Carriers, HeadCoupling, Share
 from tl_coupling.measures import Orientation
 from tl_coupling.prompts import Prompt
-from tl_coupling.results import RANDOM_AXES, RANDOM_SUBSPACES, Saved
+from tl_coupling.results import Saved
 
-_SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
-_SHARES: tuple[Share, ...] = (*_SHOWN, "energy_share")
-# In the line under the table.
-_N_HEADS_SHOWN = 5
+_SHARES: tuple[Share, ...] = (
+    "diagonal_share",
+    "jacobian_share",
+    "excess",
+    "energy_share",
+)
 
 
 @command
@@ -107,9 +107,9 @@ def carriers(
             }
             pictures["head_pairs.png"] = partial(tlc.plots.plot_head_coupling, pairs)
         work.finish(summary, pictures)
-        work.shown.append(_table(results))
+        work.show_runs(results)
         if pairs:
-            work.shown.append(_pairs_table(pairs))
+            work.show_runs(pairs)
 
 
 @dataclass(frozen=True)
@@ -208,36 +208,6 @@ def _pictures(results: dict[str, Carriers]) -> Pictures:
     return pictures
 
 
-def _table(results: dict[str, Carriers]) -> Table:
-    """Return the table of branches, with the heads of most excess below."""
-    rows: list[list[object]] = []
-    for role, result in results.items():
-        merged = result.by_branch()
-        means = {share: merged.mean(share).tolist() for share in _SHOWN}
-        for place, label in enumerate(merged.labels):
-            low, high = merged.null_interval(label)
-            rows.append(
-                [
-                    # The run is named in the first of its rows alone.
-                    role if place == 0 else "",
-                    label,
-                    f"{means['diagonal_share'][place]:.3f}",
-                    f"{means['jacobian_share'][place]:.3f}",
-                    f"{means['excess'][place]:+.3f}",
-                    f"{low:+.3f} to {high:+.3f}",
-                ]
-            )
-    trained = results["trained"]
-    heads = ", ".join(strongest_heads(trained, _N_HEADS_SHOWN)) or "no separate heads"
-    title = f"{trained.provenance['model']}: what carries coupling, k = {trained.k}"
-    caption = (
-        "means over pairs of different layers; excess: diag A minus J\n"
-        f"null: 95 % of {RANDOM_SUBSPACES}\nmost excess: {heads}"
-    )
-    numbers = ["diag A", "J", "excess", "null"]
-    return table_of(title, ["run", "component"], numbers, rows, caption)
-
-
 def _pair_summary(result: HeadCoupling) -> dict[str, object]:
     """Return what `summary.json` holds of pairs of heads."""
     return {
@@ -247,28 +217,3 @@ def _pair_summary(result: HeadCoupling) -> dict[str, object]:
         "share_above_null": result.share_above_null,
         "strongest": [pair._asdict() for pair in result.strongest()],
     }
-
-
-def _pairs_table(pairs: dict[str, HeadCoupling]) -> Table:
-    """Return the table of the coupling of heads with heads."""
-    rows: list[list[object]] = [
-        [
-            role,
-            f"{float(result.of_different_layers.nanmean()):.3f}",
-            f"{result.null:.3f}",
-            # A head that adds nothing has no coupling (NaN), and is not the largest.
-            f"{float(result.of_different_layers.nan_to_num(0).max()):.3f}",
-            f"{result.largest_of_null:.3f}",
-            f"{result.share_above_null:.2%}",
-        ]
-        for role, result in pairs.items()
-    ]
-    trained = pairs["trained"]
-    strongest = ", ".join(
-        f"{pair.jacobian_of} in {pair.vectors_of} {pair.coupling:.2f}"
-        for pair in trained.strongest(_N_HEADS_SHOWN)
-    )
-    numbers = ["mean", "null", "largest", f"largest of {RANDOM_AXES}", "above that"]
-    caption = f"pairs of heads of different layers\nmost coupled: {strongest}"
-    title = f"{trained.provenance['model']}: heads with heads, k = {trained.k}"
-    return table_of(title, ["run"], numbers, rows, caption)

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from matplotlib.animation import PillowWriter
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Out, Prompts, Sweep
 from tl_coupling.cli.sweeps import facts, stop_if_any_failed, write_choices
-from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.measures import mean_name, null_name
+from tl_coupling.results import ShortTable, plural
 from tl_coupling.studies.surveys import pairs_of_layers
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def _animate(data: "xarray.Dataset", k: int, path: Path) -> None:
     animation.save(path, writer=PillowWriter(fps=2), dpi=90)
 
 
-def _table(data: "xarray.Dataset") -> Table:
+def _table(data: "xarray.Dataset") -> ShortTable:
     """Return the table of means over prompts: a row for each checkpoint."""
     mean = data.mean("prompt")
     rows = []
@@ -139,4 +138,4 @@ def _table(data: "xarray.Dataset") -> Table:
     n_prompts = plural(data.sizes["prompt"], "prompt")
     caption = f"mean over {pairs_of_layers(data)} and {n_prompts}"
     title = f"{data.attrs['model']}: depth coupling 1 − m̃ across training"
-    return table_of(title, [], columns, rows, caption)
+    return ShortTable.of(title, [], columns, rows, caption)

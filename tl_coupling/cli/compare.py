@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
@@ -22,11 +21,9 @@ from tl_coupling.cli.options import (
     Prompts,
     own_position,
 )
-from tl_coupling.cli.tables import table_of
 from tl_coupling.comparisons import Comparison, CouplingMap
 from tl_coupling.jacobians import AnyMethod
 from tl_coupling.prompts import Prompt, load_prompts
-from tl_coupling.results import RANDOM_SUBSPACES
 
 
 @command
@@ -104,7 +101,10 @@ def compare(
             work.save({"trained": {f"comparison-k{k}": comparison}})
             pictures[f"comparison-k{k}.png"] = partial(tlc.plot_comparison, comparison)
         work.finish(_summary(comparisons), pictures)
-        work.shown.append(_table(comparisons))
+        # A row for each k, under one title.
+        tables = [comparison.table() for comparison in comparisons.values()]
+        rows = tuple(row for table in tables for row in table.rows)
+        work.shown.append(replace(tables[0], rows=rows))
 
 
 @dataclass(frozen=True)
@@ -184,45 +184,3 @@ def _summary(comparisons: dict[int, Comparison]) -> dict[str, object]:
         },
         "provenance": first.provenance,
     }
-
-
-def _table(comparisons: dict[int, Comparison]) -> Table:
-    """Return the table of means and differences."""
-    any_comparison = next(iter(comparisons.values()))
-    rows = []
-    for k, comparison in comparisons.items():
-        low, high = comparison.interval
-        first, second = comparison.means.tolist()
-        # A layer with itself is not compared.
-        n_pairs = int((~comparison.own_pairs).sum())
-        interval = f"{low:+.3f} to {high:+.3f}"
-        degrees_of_freedom = f"{comparison.degrees_of_freedom:.1f}"
-        # One prompt has no spread, and hence no interval.
-        if min(comparison.n_prompts) < 2:
-            interval = "one prompt: none"
-            degrees_of_freedom = "none"
-        rows.append(
-            [
-                k,
-                f"{first:.3f}",
-                f"{second:.3f}",
-                f"{comparison.mean_difference:+.3f}",
-                interval,
-                degrees_of_freedom,
-                f"{int(comparison.differing().sum())} of {n_pairs}",
-                f"{comparison.nulls.mean():.3f}",
-            ]
-        )
-    numbers = ["k", "first", "second", "difference", "95 %", "df", "pairs", "null"]
-    first_name, second_name = any_comparison.names
-    pairing = "paired, over the same prompts"
-    if not any_comparison.paired:
-        pairing = "of different prompts (Welch)"
-    n_first, n_second = any_comparison.n_prompts
-    caption = (
-        f"first: {first_name}\nsecond: {second_name}\n"
-        f"{n_first} and {n_second} prompts; difference: second − first, {pairing}\n"
-        f"pairs: of layers that differ (Holm, 5 %); null: {RANDOM_SUBSPACES}"
-    )
-    title = "depth coupling 1 − m̃, mean over pairs of different layers"
-    return table_of(title, [], numbers, rows, caption)

@@ -20,16 +20,16 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.options import OneModel
 from tl_coupling.cli.plain_console import PlainConsole
+from tl_coupling.cli.tables import printed
 from tl_coupling.files import output_folder, plain, write_atomically
 from tl_coupling.progress import log_progress
 from tl_coupling.prompts import Prompt
-from tl_coupling.results import Saved
+from tl_coupling.results import Saved, ShortTable
 
 Item = TypeVar("Item")
 Measured = TypeVar("Measured")
@@ -101,7 +101,7 @@ class Work:
         self.folder = folder
         self.console = PlainConsole(stderr=True)
         self.written: list[Path] = []
-        self.shown: list[str | Table] = []
+        self.shown: list[str | ShortTable] = []
         self.seconds: dict[str, dict[str, float]] = {}
 
     def measured(
@@ -138,6 +138,11 @@ class Work:
             for name, result in named_results.items():
                 path = self.folder / f"{file_stem(name, role)}.nc"
                 self.written.append(result.save(path))
+
+    def show_runs(self, results: Mapping[str, Saved]) -> None:
+        """Print the short tables of runs, one below the other, at the end."""
+        tables = {role: result.table() for role, result in results.items()}
+        self.shown.append(ShortTable.stacked(tables))
 
     def write(self, name: str, write: Callable[[Path], object]) -> None:
         """Write a file, whole or not at all."""
@@ -217,7 +222,7 @@ def work_in(out: Path) -> Iterator[Work]:
         if isinstance(line_or_table, str):
             typer.echo(plain(line_or_table))
         else:
-            PlainConsole().print(line_or_table)
+            PlainConsole().print(printed(line_or_table))
     typer.echo(plain(_what_was_written(work)))
 
 

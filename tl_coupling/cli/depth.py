@@ -1,18 +1,15 @@
 """The command that measures coupling across depth: depth."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
-from tl_coupling.arguments import cached_property
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, Work, work_in
@@ -28,14 +25,13 @@ from tl_coupling.cli.options import (
     Untrained,
     own_position,
 )
-from tl_coupling.cli.tables import choices_table, coupling_table, plural
+from tl_coupling.cli.tables import choices_table
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.files import file_name, write_table
 from tl_coupling.measures import Metric
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
-from tl_coupling.results import RANDOM_SUBSPACES, changes_in_words
-from tl_coupling.statistics import Interval, t_interval
+from tl_coupling.results import ShortTable
 from tl_coupling.studies.surveys import describe_pairs, joined, measures_of_maps
 
 if TYPE_CHECKING:
@@ -118,16 +114,18 @@ def depth(
             if is_given:
                 raise ValueError(f"give --maps or {option}, not both")
         with work_in(out) as work:
-            run = _saved_run(_map_files(maps), comparing, choosing)
-            provenance = run.coupling_map.provenance
+            files = _map_files(maps)
+            coupling_map = _saved_map(files, comparing)
+            provenance = coupling_map.provenance
             role = "untrained" if provenance.get("untrained") else "trained"
-            _finish(work, {role: run}, comparing, choosing)
+            measured = _Measured(coupling_map, list(map(str, files)), [])
+            _finish(work, {role: measured}, comparing, choosing)
         return
     selected_prompts = prompts.selected()
     # The map of a single prompt is the result, and saved as such.
     has_maps_of_prompts = save_maps and len(selected_prompts) > 1
     maps_folder = out / "maps" if has_maps_of_prompts else None
-    measurement = DepthMeasurement(
+    measurement = _Measurement(
         selected_prompts, comparing, changing, choosing, position, maps_folder
     )
     with work_in(out) as work:
@@ -141,17 +139,24 @@ def depth(
 
 def _finish(
     work: Work,
-    runs: dict[str, "DepthOfRun"],
+    measured: dict[str, "_Measured"],
     comparing: Comparing,
     choosing: Choosing,
 ) -> None:
     """Write and show what was measured."""
+    maps = {role: result.coupling_map for role, result in measured.items()}
     # A model may be narrower than the k that were asked for.
-    ks = comparing.up_to(next(iter(runs.values())).coupling_map.k)
-    results = DepthResults(runs, ks, choosing.diagonal)
-    work.save(results.named_maps)
-    work.finish(results.summary(), results.pictures())
-    work.shown.append(results.table())
+    ks = comparing.up_to(next(iter(maps.values())).k)
+    work.save({role: {"depth": result} for role, result in maps.items()})
+    diagonal = choosing.diagonal
+    work.finish(_summary(measured, ks, diagonal), _pictures(maps, ks))
+    tables = {
+        role: ShortTable.stacked(
+            {"depth": result.table(ks, off_diagonal=not diagonal)}, "map"
+        )
+        for role, result in maps.items()
+    }
+    work.shown.append(ShortTable.beside(tables, "coupling"))
 
 
 def _map_files(paths: list[Path]) -> list[Path]:
@@ -166,12 +171,10 @@ def _map_files(paths: list[Path]) -> list[Path]:
     return files
 
 
-def _saved_run(
-    files: list[Path], comparing: Comparing, choosing: Choosing
-) -> "DepthOfRun":
-    """Return the mean of saved maps, which are read one at a time."""
+def _saved_map(files: list[Path], comparing: Comparing) -> CouplingMap:
+    """Return the only map, or the mean of several, which are read one at a time."""
 
-    def read(file: Path) -> tuple[CouplingMap, PromptReadings]:
+    def read(file: Path) -> CouplingMap:
         coupling_map = CouplingMap.load(file)
         # The default does not say that it was asked for.
         asked = comparing.orientation
@@ -180,85 +183,54 @@ def _saved_run(
                 f"the map {file} is of orientation {coupling_map.orientation!r}, got "
                 f"--orientation {asked}: leave it out, or measure again"
             )
-        ks = comparing.up_to(coupling_map.k)
-        off_diagonal = not choosing.diagonal
-        means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}
-        return coupling_map, PromptReadings(str(file), means, None)
+        # A k that the map does not hold is refused.
+        comparing.up_to(coupling_map.k)
+        return coupling_map
 
-    return DepthOfRun.from_maps(len(files), map(read, files))
+    return _only_or_mean(len(files), map(read, files))
+
+
+def _only_or_mean(n_maps: int, maps: Iterable[CouplingMap]) -> CouplingMap:
+    """Return the only map, or the mean of several: one at a time is in memory."""
+    if n_maps > 1:
+        return MeanCouplingMap.over(maps)
+    (only_map,) = maps
+    return only_map
 
 
 @dataclass(frozen=True)
-class PromptReadings:
-    """What stays of one prompt when its map is gone.
+class _Measured:
+    """Coupling across depth in one model.
 
     Attributes:
-        prompt_id: of the prompt.
-        means: mean coupling over pairs of layers, by k.
-        choices: with `--all-measures`, every measure of the prompt.
+        coupling_map: of the prompt, or the mean over prompts.
+        prompt_ids: of the prompts, in the order of `by_map`.
+        choices: with `--all-measures`, every measure of each prompt.
     """
 
-    prompt_id: str
-    means: dict[int, float]
-    choices: "xarray.Dataset | None"
-
-
-@dataclass(frozen=True)
-class DepthOfRun:
-    """Coupling across depth in one model: the map of its prompt, or the mean map."""
-
     coupling_map: CouplingMap
-    readings: list[PromptReadings]
+    prompt_ids: list[str]
+    choices: "list[xarray.Dataset]"
 
-    @classmethod
-    def from_maps(
-        cls, n_maps: int, measured: Iterable[tuple[CouplingMap, PromptReadings]]
-    ) -> "DepthOfRun":
-        """Return the only map, or the mean of several.
-
-        Maps are large: one at a time is in memory, and only its readings stay.
-        """
-        if n_maps == 1:
-            ((coupling_map, reading),) = measured
-            return cls(coupling_map, [reading])
-        readings: list[PromptReadings] = []
-
-        def maps() -> Iterator[CouplingMap]:
-            for coupling_map, reading in measured:
-                readings.append(reading)
-                yield coupling_map
-
-        # Exhausts the generator, which fills `readings` on its way.
-        mean_map = MeanCouplingMap.over(maps())
-        return cls(mean_map, readings)
-
-    @property
-    def means(self) -> dict[str, dict[int, float]]:
-        """Mean coupling of each prompt, by its id and k."""
-        return {reading.prompt_id: reading.means for reading in self.readings}
-
-    @property
-    def spreads(self) -> dict[int, float]:
-        """Standard deviation over prompts of the mean coupling, by k."""
-        ks = self.readings[0].means
-        return {k: stdev([reading.means[k] for reading in self.readings]) for k in ks}
-
-    @property
-    def intervals(self) -> dict[int, Interval]:
-        """The 95 % t interval over prompts of the mean coupling, by k."""
-        n = len(self.readings)
+    def means(self, ks: list[int], diagonal: bool) -> dict[str, dict[int, float]]:
+        """Return the mean coupling of each prompt, by its id and k."""
+        coupling_map = self.coupling_map
+        off_diagonal = not diagonal
+        if not isinstance(coupling_map, MeanCouplingMap):
+            (prompt_id,) = self.prompt_ids
+            means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}
+            return {prompt_id: means}
+        by_prompt = {
+            k: coupling_map.by_map(k, off_diagonal=off_diagonal).tolist() for k in ks
+        }
         return {
-            k: t_interval(
-                fmean([reading.means[k] for reading in self.readings]),
-                spread / n**0.5,
-                n - 1,
-            )
-            for k, spread in self.spreads.items()
+            prompt_id: {k: by_prompt[k][i] for k in ks}
+            for i, prompt_id in enumerate(self.prompt_ids)
         }
 
 
 @dataclass(frozen=True)
-class DepthMeasurement:
+class _Measurement:
     """Measures coupling across depth, prompt by prompt, as the options say.
 
     With `maps_folder` the map of each prompt is saved there.
@@ -271,8 +243,8 @@ class DepthMeasurement:
     position: int | None
     maps_folder: Path | None
 
-    def measure(self, run: Run) -> DepthOfRun:
-        """Return the map and the readings of every prompt in one model."""
+    def measure(self, run: Run) -> _Measured:
+        """Return the map of one model, and every measure of each prompt."""
         metric = None
         if self.changing.metric is not None:
             # Each prompt is traced once more for it: only its stream is needed.
@@ -281,28 +253,31 @@ class DepthMeasurement:
         n = len(self.prompts)
         # The bar of a single prompt counts its layers.
         prompts = self.prompts if n == 1 else run.bar("prompts", self.prompts)
-        measured = (self.measure_prompt(run, prompt, metric) for prompt in prompts)
-        return DepthOfRun.from_maps(n, measured)
+        choices: list[xarray.Dataset] = []
 
-    def measure_prompt(
-        self, run: Run, prompt: Prompt, metric: Metric | None
-    ) -> tuple[CouplingMap, PromptReadings]:
-        """Return the map of one prompt and what is read off it."""
-        with self._naming(prompt):
-            maps = self._maps(run, prompt, metric)
-        coupling_map = maps[0]
-        ks = self.comparing.up_to(coupling_map.k)
-        off_diagonal = not self.choosing.diagonal
-        choices = None
-        if self.choosing.all_measures:
-            choices = measures_of_maps(maps, replace(self._settings, k=tuple(ks)))
+        def maps() -> Iterator[CouplingMap]:
+            for prompt in prompts:
+                with self._naming(prompt):
+                    maps_of_prompt = self._maps(run, prompt, metric)
+                coupling_map = maps_of_prompt[0]
+                if self.choosing.all_measures:
+                    ks = self.comparing.up_to(coupling_map.k)
+                    settings = replace(self._settings, k=tuple(ks))
+                    choices.append(measures_of_maps(maps_of_prompt, settings))
+                self._save_map(run, prompt, coupling_map)
+                yield coupling_map
+
+        # It takes all maps, and so fills `choices`.
+        coupling_map = _only_or_mean(n, maps())
+        prompt_ids = [prompt.id for prompt in self.prompts]
+        return _Measured(coupling_map, prompt_ids, choices)
+
+    def _save_map(self, run: Run, prompt: Prompt, coupling_map: CouplingMap) -> None:
         if self.maps_folder is not None:
             # The twin's maps have the same names.
             folder = self.maps_folder / run.role
             folder.mkdir(parents=True, exist_ok=True)
             coupling_map.save(folder / f"{file_name(prompt.id)}.nc")
-        means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}
-        return coupling_map, PromptReadings(prompt.id, means, choices)
 
     def _traced(self, run: Run, prompt: Prompt) -> Trace:
         with self._naming(prompt):
@@ -341,145 +316,77 @@ class DepthMeasurement:
         return self.choosing.settings_for(settings)
 
 
-@dataclass(frozen=True)
-class DepthResults:
-    """What the command says of its runs: a summary, pictures and a table."""
-
-    runs: dict[str, DepthOfRun]
-    ks: list[int]
-    diagonal: bool
-
-    @property
-    def maps(self) -> dict[str, CouplingMap]:
-        """The map of each run."""
-        return {role: run.coupling_map for role, run in self.runs.items()}
-
-    @property
-    def named_maps(self) -> dict[str, dict[str, CouplingMap]]:
-        """The map of each run under the name of its file."""
-        return {role: {"depth": result} for role, result in self.maps.items()}
-
-    @property
-    def first(self) -> CouplingMap:
-        """The map of the trained model, or of the only one."""
-        return next(iter(self.runs.values())).coupling_map
-
-    @property
-    def pairs(self) -> str:
-        """Which pairs of layers the means are over, in words."""
-        return describe_pairs(self.diagonal)
-
-    @cached_property
-    def null_intervals(self) -> dict[int, tuple[float, float]]:
-        """Where 95 % of the means over random subspaces lie, by k."""
-        # A single layer leaves nothing to chance.
-        if len(self.first.row_layers) == 1:
-            return {}
-        return {
-            k: self.first.null_interval(k, off_diagonal=not self.diagonal)
-            for k in self.ks
+def _summary(
+    measured: Mapping[str, _Measured], ks: list[int], diagonal: bool
+) -> dict[str, object]:
+    """Return what `summary.json` holds."""
+    maps = {role: result.coupling_map for role, result in measured.items()}
+    first = next(iter(maps.values()))
+    off_diagonal = not diagonal
+    null_intervals = {}
+    # A single layer leaves nothing to chance.
+    if len(first.row_layers) > 1:
+        null_intervals = {
+            k: first.null_interval(k, off_diagonal=off_diagonal) for k in ks
         }
-
-    @cached_property
-    def spreads(self) -> dict[str, dict[int, float]]:
-        """Standard deviation over prompts by run and k; empty for one prompt."""
-        if len(next(iter(self.runs.values())).readings) == 1:
-            return {}
-        return {role: run.spreads for role, run in self.runs.items()}
-
-    @cached_property
-    def intervals(self) -> dict[str, dict[int, Interval]]:
-        """95 % t intervals over prompts by run and k; empty for one prompt."""
-        if not self.spreads:
-            return {}
-        return {role: run.intervals for role, run in self.runs.items()}
-
-    def summary(self) -> dict[str, object]:
-        """Return what `summary.json` holds."""
-        off_diagonal = not self.diagonal
+    summary: dict[str, object] = {
+        "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over "
+        f"{describe_pairs(diagonal)}",
+        "n_prompts": first.n_prompts,
         # What random subspaces give depends on k alone, so that one null stands for all
         # runs.
-        null = {k: self.first.null(k, off_diagonal=off_diagonal) for k in self.ks}
-        mean_over_prompts = {
-            role: {k: result.mean(k, off_diagonal=off_diagonal) for k in self.ks}
-            for role, result in self.maps.items()
-        }
-        provenance = {role: result.provenance for role, result in self.maps.items()}
-        summary: dict[str, object] = {
-            "measure": f"coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over {self.pairs}",
-            "n_prompts": self.first.n_prompts,
-            "null": null,
-            "null_interval": self.null_intervals,
-            "mean": {role: run.means for role, run in self.runs.items()},
-            "mean_over_prompts": mean_over_prompts,
-            "provenance": provenance,
-        }
-        if self.spreads:
-            summary["standard_deviation_over_prompts"] = self.spreads
-            summary["interval_over_prompts"] = self.intervals
-        return summary
-
-    def pictures(self) -> Pictures:
-        """Return the pictures by file name."""
-        trained = self.first
-        # Saved maps may be of the twin alone.
-        untrained = self.maps.get("untrained") if len(self.maps) > 1 else None
-        pictures: Pictures = {}
-        for k in self.ks:
-            pictures[f"coupling-k{k}.png"] = partial(
-                tlc.plot_coupling, trained, untrained=untrained, k=k
-            )
-        if isinstance(trained, MeanCouplingMap):
-            for k in self.ks:
-                pictures[f"spread-k{k}.png"] = partial(
-                    tlc.plots.plot_spread, trained, k=k
-                )
-        pictures["matrices.png"] = partial(
-            tlc.plot_coupling_matrices, trained, untrained=untrained
-        )
-        # Coupling stands out most where k is small.
-        pictures["locality.png"] = partial(
-            tlc.plots.plot_locality, self.maps, k=min(self.ks)
-        )
-        pictures["singular_values.png"] = partial(
-            tlc.plots.plot_singular_values, self.maps
-        )
-        return pictures
-
-    def table(self) -> Table:
-        """Return the table of mean couplings."""
-        n_prompts = self.first.n_prompts
-        n_layers = len(self.first.row_layers)
-        caption = f"{n_layers} layers, {plural(n_prompts, 'prompt')}"
-        if self.spreads:
-            caption += " (mean ± standard deviation [95 % t interval])"
-        if self.null_intervals:
-            intervals = ", ".join(
-                f"{low:.3f} to {high:.3f} (k = {k})"
-                for k, (low, high) in self.null_intervals.items()
-            )
-            caption += f"\n95 % of {RANDOM_SUBSPACES}: {intervals}"
-        subject = " ".join(["depth coupling", *changes_in_words(self.first.provenance)])
-        title = f"{subject} 1 − m̃, mean over {self.pairs}"
-        return coupling_table(
-            title,
-            caption,
-            self.named_maps,
-            self.ks,
-            self.diagonal,
-            self.spreads,
-            self.intervals,
-        )
-
-
-def _write_choices(work: Work, runs: dict[str, DepthOfRun]) -> None:
-    """Write and show every measure, in both orientations, over both kinds of pairs."""
-    choices = {
-        role: [
-            reading.choices for reading in run.readings if reading.choices is not None
-        ]
-        for role, run in runs.items()
+        "null": {k: first.null(k, off_diagonal=off_diagonal) for k in ks},
+        "null_interval": null_intervals,
+        "mean": {role: result.means(ks, diagonal) for role, result in measured.items()},
+        "mean_over_prompts": {
+            role: {k: result.mean(k, off_diagonal=off_diagonal) for k in ks}
+            for role, result in maps.items()
+        },
+        "provenance": {role: result.provenance for role, result in maps.items()},
     }
+    means = {
+        role: result
+        for role, result in maps.items()
+        if isinstance(result, MeanCouplingMap)
+    }
+    if means:
+        summary["standard_deviation_over_prompts"] = {
+            role: {k: result.spread_of_mean(k, off_diagonal=off_diagonal) for k in ks}
+            for role, result in means.items()
+        }
+        summary["interval_over_prompts"] = {
+            role: {k: result.interval(k, off_diagonal=off_diagonal) for k in ks}
+            for role, result in means.items()
+        }
+    return summary
+
+
+def _pictures(maps: dict[str, CouplingMap], ks: list[int]) -> Pictures:
+    """Return the pictures by file name."""
+    # The map of the trained model, or of the only one.
+    trained = next(iter(maps.values()))
+    # Saved maps may be of the twin alone.
+    untrained = maps.get("untrained") if len(maps) > 1 else None
+    pictures: Pictures = {}
+    for k in ks:
+        pictures[f"coupling-k{k}.png"] = partial(
+            tlc.plot_coupling, trained, untrained=untrained, k=k
+        )
+    if isinstance(trained, MeanCouplingMap):
+        for k in ks:
+            pictures[f"spread-k{k}.png"] = partial(tlc.plots.plot_spread, trained, k=k)
+    pictures["matrices.png"] = partial(
+        tlc.plot_coupling_matrices, trained, untrained=untrained
+    )
+    # Coupling stands out most where k is small.
+    pictures["locality.png"] = partial(tlc.plots.plot_locality, maps, k=min(ks))
+    pictures["singular_values.png"] = partial(tlc.plots.plot_singular_values, maps)
+    return pictures
+
+
+def _write_choices(work: Work, runs: Mapping[str, _Measured]) -> None:
+    """Write and show every measure, in both orientations, over both kinds of pairs."""
+    choices = {role: run.choices for role, run in runs.items()}
     rows = tlc.surveys.measure_table(joined(choices))
     work.write("measures.csv", partial(write_table, rows))
     model = runs["trained"].coupling_map.provenance["model"]

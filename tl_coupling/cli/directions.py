@@ -5,20 +5,14 @@ from functools import partial
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import OUT, OneModel, Out, Position, Prompts
-from tl_coupling.cli.tables import interval_text, table_of
 from tl_coupling.directions import Ablation, Decoded, Steering, Subspace
-from tl_coupling.files import plain
 from tl_coupling.prompts import Prompt
 
-# Of each end of a direction, in the table; the files hold more.
-_N_TOKENS_SHOWN = 4
-_N_COMPONENTS_SHOWN = 2
 _SCALES = (0.03, 0.1, 0.3)
 
 
@@ -76,11 +70,9 @@ def directions(
         results = work.measured_as("trained", setup, measurement.measure)
         work.save({"trained": results.named()})
         work.finish(_summary(results), _pictures(results))
-        work.shown.append(_decoded_table(results.decoded))
-        if results.steering is not None:
-            work.shown.append(_steering_table(results.steering))
-        if results.ablation is not None:
-            work.shown.append(_ablation_table(results.ablation))
+        for result in (results.decoded, results.steering, results.ablation):
+            if result is not None:
+                work.shown.append(result.table())
 
 
 class _Results(NamedTuple):
@@ -196,97 +188,3 @@ def _pictures(results: _Results) -> Pictures:
     if results.ablation is not None:
         pictures["ablation.png"] = partial(tlc.plots.plot_ablation, results.ablation)
     return pictures
-
-
-def _decoded_table(decoded: Decoded) -> Table:
-    """Return the table of directions, by what they do through the rest of the network."""
-    way = decoded.ways.index("network")
-    rows: list[list[object]] = []
-    for i, gain in enumerate(decoded.gains.tolist()):
-        kurtosis = decoded.kurtosis[way, i]
-        exceeded = decoded.kurtosis_exceeded(way, i)
-        ends = [
-            " ".join(
-                plain(text).strip() or repr(text)
-                for text in decoded.texts_of(way, i, end)[:_N_TOKENS_SHOWN]
-            )
-            for end in (0, 1)
-        ]
-        rows.append(
-            [
-                str(int(decoded.groups[i])),
-                f"+ {ends[0]}\n− {ends[1]}",
-                _components(decoded, i),
-                f"{gain:.2f}",
-                f"{float(kurtosis):.2f}",
-                f"{exceeded:.2f}",
-            ]
-        )
-    title = (
-        f"{decoded.provenance['model']}: what block {decoded.layer} writes and reads, "
-        f"token {decoded.position}"
-    )
-    caption = (
-        "tokens through the rest of the network; the sign of a direction is arbitrary\n"
-        "gains of a group differ by less than 1 %: no claim about one of its directions\n"
-        "random: share of random directions with at least this kurtosis"
-    )
-    numbers = ["gain", "kurtosis", "random"]
-    return table_of(title, ["group", "writes", "reads"], numbers, rows, caption)
-
-
-def _components(decoded: Decoded, direction: int) -> str:
-    """Return the components that a read direction responds to most."""
-    reads = decoded.reads[direction]
-    largest = reads.abs().topk(min(_N_COMPONENTS_SHOWN, len(reads))).indices.tolist()
-    return ", ".join(f"{decoded.components[i]} {float(reads[i]):+.2f}" for i in largest)
-
-
-def _steering_table(steering: Steering) -> Table:
-    """Return the table of what each kind of direction does to the next token."""
-    rows = [
-        [
-            # A kind is named in the first of its rows alone.
-            line["kind"] if line["scale"] == steering.scales[0] else "",
-            f"{line['scale']:g}",
-            f"{line['kl']:.3g}",
-            f"{line['predicted_kl']:.3g}",
-            interval_text(
-                line["direction_less_this_low"],
-                line["direction_less_this_high"],
-                ".3g",
-            ),
-        ]
-        for line in steering.to_dataframe().to_dict("records")
-    ]
-    caption = (
-        f"KL of the next token in nats, mean over {len(steering.prompts)} prompts\n"
-        "difference: singular vectors minus this, 95 % t interval over prompts"
-    )
-    numbers = ["ε", "KL", "predicted", "difference"]
-    model = steering.provenance["model"]
-    return table_of(f"{model}: steering", ["along"], numbers, rows, caption)
-
-
-def _ablation_table(ablation: Ablation) -> Table:
-    """Return the table of what the model loses without each kind of subspace."""
-    rows = [
-        [
-            line["kind"],
-            f"{line['removed']:.1%}",
-            f"{line['loss_change']:+.3f}",
-            f"{line['low']:+.3f} to {line['high']:+.3f}",
-            interval_text(
-                line["shared_less_this_low"], line["shared_less_this_high"], ".3f"
-            ),
-        ]
-        for line in ablation.to_dataframe().to_dict("records")
-    ]
-    caption = (
-        f"rank {ablation.rank}, mean over {len(ablation.prompts)} prompts, loss "
-        f"{float(ablation.loss.mean()):.2f} nats\n"
-        "intervals: 95 % t over prompts; difference: shared minus this"
-    )
-    numbers = ["removed", "loss", "interval", "difference"]
-    title = f"{ablation.provenance['model']}: without what its blocks {ablation.side} in common"
-    return table_of(title, ["subspace"], numbers, rows, caption)

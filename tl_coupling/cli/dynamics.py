@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from jaxtyping import Float
-from rich.table import Table
 from torch import Tensor
 
 import tl_coupling as tlc
@@ -21,9 +20,8 @@ from tl_coupling.cli.options import (
     Untrained,
     own_position,
 )
-from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
-from tl_coupling.results import TURNED_BLOCKS, Saved
+from tl_coupling.results import Saved
 
 
 @command
@@ -87,7 +85,7 @@ def dynamics(
         # Known only after the last measurement, and no part of the results.
         summary = _summary(measured) | {"seconds": work.seconds}
         work.finish(summary, _pictures(measured))
-        work.shown.append(_table(measured))
+        work.show_runs({role: result.products for role, result in measured.items()})
 
 
 @dataclass(frozen=True)
@@ -169,40 +167,3 @@ def _shares_below_zero(real: Float[Tensor, "n_layers d_model"]) -> list[float]:
     """Return, by layer, how many of the eigenvalues have a negative real part."""
     shares: list[float] = (real < 0).double().mean(1).tolist()
     return shares
-
-
-def _table(measured: dict[str, MeasuredDynamics]) -> Table:
-    """Return the table of products up to about six depths."""
-    trained = measured["trained"].products
-    n_layers = len(trained.layers)
-    # Every sixth part of the depth, and the last layer in any case.
-    step = max(1, n_layers // 6)
-    shown_layers = sorted({*range(step - 1, n_layers, step), n_layers - 1})
-    rows = []
-    for role, result in measured.items():
-        products = result.products
-        for i in shown_layers:
-            low, high = products.alignment_gain_interval[i].tolist()
-            null_ratio = float(products.null_participation_ratio[:, i].mean())
-            row = [
-                # Only the first row of each model says which it is.
-                role if i == shown_layers[0] else "",
-                products.layers[i],
-                f"{float(products.log_largest[i]):.2f}",
-                f"{float(products.alignment_gain[i]):+.2f}",
-                f"{low:+.2f} to {high:+.2f}",
-                f"{float(products.participation_ratio[i]):.1f}",
-                f"{null_ratio:.1f}",
-            ]
-            rows.append(row)
-    n_draws = len(trained.null_log_largest)
-    title = (
-        f"{trained.provenance.get('model')}: products of {plural(n_layers, 'block')}"
-    )
-    caption = (
-        f"gain: log σ₁ minus that of {TURNED_BLOCKS}, {n_draws} draws, with "
-        "95 % of them\ndirections: participation ratio, and that of "
-        f"{TURNED_BLOCKS}"
-    )
-    numbers = ["to layer", "log σ₁", "gain", "95 %", "directions", "random"]
-    return table_of(title, ["run"], numbers, rows, caption)

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Out
 from tl_coupling.cli.sweeps import values_by_name
-from tl_coupling.cli.tables import table_of
 from tl_coupling.files import write_table
 from tl_coupling.measures import MEASURES, MeasureName, Orientation
+from tl_coupling.results import ShortTable
 
 if TYPE_CHECKING:
     import pandas
@@ -239,7 +238,7 @@ def _remarks(result: "Generalization") -> list[str]:
     return result.remarks + left_out
 
 
-def _slopes(result: "Generalization") -> Table:
+def _slopes(result: "Generalization") -> ShortTable:
     """Return the table of fits: those of coupling, then those of each covariate."""
     rows: list[list[object]] = []
     for fit in result.slopes.itertuples():
@@ -267,7 +266,7 @@ def _slopes(result: "Generalization") -> Table:
     )
     title = f"{result.score} against {result.measure} (k = {result.k})"
     numbers = ["n", "slope", "interval", "df", "R²", "p"]
-    return table_of(title, [""], numbers, rows, caption)
+    return ShortTable.of(title, [""], numbers, rows, caption)
 
 
 def _number_or_blank(number: float) -> str:

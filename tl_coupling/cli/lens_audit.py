@@ -5,20 +5,15 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Run, work_in
 from tl_coupling.cli.options import OUT, OneModel, Out, Prompts
-from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.models import JacobianLens, load_lens
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import LensAudit
-
-# Rows of the table: every so many parts of the depth.
-_N_ROWS = 8
 
 
 @command
@@ -91,7 +86,7 @@ def lens_audit(
         work.write("table.csv", partial(table.to_csv, index=False))
         summary = _summary(audit) | {"seconds": work.seconds}
         work.finish(summary, {"audit.png": partial(tlc.plots.plot_lens_audit, audit)})
-        work.shown.append(_table(audit))
+        work.shown.append(audit.table())
         work.shown.append(audit.verdict)
 
 
@@ -127,30 +122,3 @@ def _summary(audit: LensAudit) -> dict[str, object]:
         "lens_n_prompts": audit.lens_n_prompts,
         "provenance": audit.provenance,
     }
-
-
-def _table(audit: LensAudit) -> Table:
-    """Return the table of distances and needed prompts, of some layers."""
-    n_layers = len(audit.layers)
-    step = max(1, n_layers // _N_ROWS)
-    shown_layers = sorted({*range(0, n_layers, step), n_layers - 1})
-    rows = [
-        [
-            audit.layers[i],
-            f"{float(audit.distance_from_mean[i]):.3f}",
-            f"{float(audit.farthest[i]):.3f}",
-            f"{float(audit.halves[i]):.3f}",
-            f"{float(audit.needed_prompts[i]):.0f}",
-        ]
-        for i in shown_layers
-    ]
-    title = (
-        f"{audit.provenance.get('model')}: a lens of "
-        f"{plural(audit.lens_n_prompts, 'prompt')}, audited with {len(audit.distance)}"
-    )
-    caption = (
-        "distances as shares of the map's size; needed: prompts for an error of "
-        f"{audit.accuracy:.0%}"
-    )
-    numbers = ["layer", "from their mean", "at most", "two halves", "needed"]
-    return table_of(title, [], numbers, rows, caption)

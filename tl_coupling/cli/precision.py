@@ -8,16 +8,15 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Measuring, Out, Prompts, training_step
 from tl_coupling.cli.sweeps import stop_if_any_failed
-from tl_coupling.cli.tables import plural, table_of
 from tl_coupling.files import write_rows
 from tl_coupling.models import EMBEDDED_MODEL
+from tl_coupling.results import ShortTable, plural
 from tl_coupling.studies.surveys import (
     MOVING,
     PRECISIONS,
@@ -108,7 +107,7 @@ def _summary(data: "xarray.Dataset", rows: Sequence[Moved]) -> dict[str, object]
     }
 
 
-def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> Table:
+def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> ShortTable:
     """Return a table with a row for each measure and k.
 
     It has the value at the first precision, and the change at the others.
@@ -133,7 +132,7 @@ def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> Table:
         "weights are rounded, activations are not"
     )
     title = f"{model}: what rounding the weights changes"
-    return table_of(title, ["measure"], ["k", *precisions], rows, caption)
+    return ShortTable.of(title, ["measure"], ["k", *precisions], rows, caption)
 
 
 def _change_cell(moved: Moved) -> str:

@@ -3,13 +3,11 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
 from tl_coupling.cli.options import OUT, Comparing, OneModel, Out, Prompts
-from tl_coupling.cli.tables import table_of
+from tl_coupling.results import ShortTable
 from tl_coupling.studies.redundancy import (
     CHANGES,
     layer_redundancy,
@@ -110,7 +108,7 @@ def _table(
     k: int,
     costs: dict[str, list[float]],
     rhos: dict[str, dict[str, float]],
-) -> Table:
+) -> ShortTable:
     """Return the table of what each change costs, layer by layer."""
     mean = data.sel(k=k).mean("prompt")
     coupling = mean["coupling_with_others"].values.tolist()
@@ -133,4 +131,4 @@ def _table(
     caption = "\n".join(lines)
     loss = float(mean["loss"])
     title = f"{data.attrs['model']}: change in loss from {loss:.3f} nats per token"
-    return table_of(title, ["layer"], [*costs, "coupling"], rows, caption)
+    return ShortTable.of(title, ["layer"], [*costs, "coupling"], rows, caption)

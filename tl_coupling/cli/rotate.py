@@ -4,15 +4,12 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, Run, work_in
 from tl_coupling.cli.options import OUT, OneModel, Out, Prompts
-from tl_coupling.cli.tables import interval_text, plural, table_of
 from tl_coupling.directions import RotatedSide, Rotation
-from tl_coupling.results import ROTATIONS
 
 
 @command
@@ -88,31 +85,4 @@ def rotate(
         }
         pictures: Pictures = {"rotation.png": partial(tlc.plots.plot_rotation, result)}
         work.finish(summary, pictures)
-        work.shown.append(_table(result))
-
-
-def _table(result: Rotation) -> Table:
-    """Return the table of what the model loses, a row for each kind."""
-    rows = [
-        [
-            ROTATIONS[line["kind"]],
-            f"{line['loss_change']:+.3f}",
-            interval_text(line["low"], line["high"], ".3f"),
-            interval_text(
-                line["first_less_this_low"], line["first_less_this_high"], ".3f"
-            ),
-            f"{line['kl']:.3f}",
-        ]
-        for line in result.to_dataframe().to_dict("records")
-    ]
-    caption = (
-        f"mean over {plural(len(result.prompts), 'prompt')}, loss "
-        f"{float(result.loss.mean()):.2f} nats; KL of the next token\n"
-        "intervals: 95 % t over prompts; difference: the first row minus this"
-    )
-    title = (
-        f"{result.provenance['model']}: {plural(len(result.layers), 'layer')} rotated "
-        f"by {result.angle:g}°, {result.side} side"
-    )
-    numbers = ["loss", "interval", "difference", "KL"]
-    return table_of(title, ["blocks"], numbers, rows, caption)
+        work.shown.append(result.table())

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
@@ -17,8 +16,8 @@ from tl_coupling.cli.sweeps import (
     stop_if_any_failed,
     write_choices,
 )
-from tl_coupling.cli.tables import table_of
 from tl_coupling.prompts import Prompt, load_prompts, prompts_per_task
+from tl_coupling.results import ShortTable
 from tl_coupling.studies.surveys import UNITS, pairs_of_layers
 
 if TYPE_CHECKING:
@@ -196,7 +195,7 @@ def _pictures(
     return pictures
 
 
-def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> Table:
+def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> ShortTable:
     """Return the table of mean coupling by task, and by what else differs."""
     names = [name for name in ("model", "checkpoint") if means[name].nunique() > 1]
     names.append("task")
@@ -216,10 +215,10 @@ def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> Table:
         title += f", {means['model'].iloc[0]}"
     numbers = ("prompts", "coupling", "null", "loss")
     caption = f"mean over {pairs}\n95 % intervals: bootstrap over prompts"
-    return table_of(title, names, numbers, rows, caption)
+    return ShortTable.of(title, names, numbers, rows, caption)
 
 
-def _cost_table(data: "xarray.Dataset") -> Table:
+def _cost_table(data: "xarray.Dataset") -> ShortTable:
     """Return the table of models' sizes and what they cost."""
     sizes = ["n_layers", "d_model", "n_parameters"]
     # Prompts that were measured, model by model.
@@ -233,4 +232,4 @@ def _cost_table(data: "xarray.Dataset") -> Table:
         rows.append([*labels, *size_cells, seconds_per_prompt, peak_memory])
     numbers = ("layers", "width", "parameters", "seconds per prompt", "peak memory")
     caption = "loading included; peak memory of the processes that did it"
-    return table_of("cost", ("model", "checkpoint"), numbers, rows, caption)
+    return ShortTable.of("cost", ("model", "checkpoint"), numbers, rows, caption)

@@ -1,11 +1,10 @@
 """The command that measures coupling and influence across tokens: tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
@@ -19,12 +18,11 @@ from tl_coupling.cli.options import (
     Out,
     Untrained,
 )
-from tl_coupling.cli.tables import coupling_table
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.influence import INFLUENCE_MEASURES, Influence
 from tl_coupling.measures import MeasureName
 from tl_coupling.portraits import TokenPortrait, token_portrait
-from tl_coupling.results import Saved
+from tl_coupling.results import RANDOM_SUBSPACES, Saved, ShortTable
 
 
 @command
@@ -190,22 +188,27 @@ class TokenResults:
             **means,
         }
 
-    def table(self) -> Table:
+    def table(self) -> ShortTable:
         """Return the table of mean couplings."""
         own = self.trained_self
-        caption = (
-            f"mean over pairs; J_1 of layer {own.row_layers[0]}, "
-            f"singular vectors of layer {own.col_layers[0]}"
-        )
-        described_maps = {
-            role: {
-                _described(name, result): result
-                for name, result in portrait.maps.items()
-            }
+        tables = {
+            role: ShortTable.stacked(
+                {
+                    _described(name, result): result.table(self.ks)
+                    for name, result in portrait.maps.items()
+                },
+                "map",
+            )
             for role, portrait in self.portraits.items()
         }
-        title = "coupling 1 − m̃ across tokens"
-        return coupling_table(title, caption, described_maps, self.ks)
+        caption = (
+            f"mean over pairs; J_1 of layer {own.row_layers[0]}, "
+            f"singular vectors of layer {own.col_layers[0]}\n"
+            f"null: {RANDOM_SUBSPACES}"
+        )
+        title = f"{own.provenance['model']}: coupling 1 − m̃ across tokens"
+        table = ShortTable.beside(tables, "coupling")
+        return replace(table, title=title, caption=caption)
 
 
 def _described(name: str, result: CouplingMap) -> str:

@@ -17,11 +17,11 @@ from tl_coupling.cli.options import (
     own_position,
     training_step,
 )
-from tl_coupling.cli.tables import table_of
-from tl_coupling.cli.trajectory import SHAPES, MeasuredTrajectory, drop_model
+from tl_coupling.cli.trajectory import MeasuredTrajectory, drop_model
 from tl_coupling.prompts import Prompt
+from tl_coupling.results import ShortTable
 from tl_coupling.studies.surveys import Source, checkpoint_sources
-from tl_coupling.trajectories import measure_trajectory
+from tl_coupling.trajectories import SHAPES, measure_trajectory
 
 
 @command
@@ -82,7 +82,9 @@ def compare_trajectories(
             cells = [f"{mean:.3f}" for mean in shape_means.values()]
             rows.append([name, depths[name], *cells, f"{depths[name] ** 0.5:.3f}"])
         numbers = ["layers", *SHAPES.values(), "score of random steps"]
-        table = table_of("trajectories", ["model"], numbers, rows, "mean over tokens")
+        table = ShortTable.of(
+            "trajectories", ["model"], numbers, rows, "mean over tokens"
+        )
         work.shown.append(table)
 
 

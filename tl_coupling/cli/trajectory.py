@@ -7,7 +7,6 @@ from functools import partial
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from torch import Tensor, nn
 
 import tl_coupling as tlc
@@ -23,15 +22,8 @@ from tl_coupling.cli.options import (
     Untrained,
     own_position,
 )
-from tl_coupling.cli.tables import plural, table_of
-from tl_coupling.trajectories import TrajectoryResult, measure_trajectory
-
-# Measures of every token, as `TrajectoryResult` names them, and in words.
-SHAPES = {
-    "line_shape_score": "line-shape score",
-    "expodistance": "expodistance",
-    "equidistance": "equidistance",
-}
+from tl_coupling.results import ShortTable
+from tl_coupling.trajectories import SHAPES, TrajectoryResult, measure_trajectory
 
 
 @command
@@ -106,7 +98,8 @@ def trajectory(
         # Known only after the last measurement, and no part of the results.
         summary = _summary(results) | {"seconds": work.seconds}
         work.finish(summary, _pictures(runs, measured_position))
-        work.shown.append(_table(results))
+        tables = {role: result.table() for role, result in results.items()}
+        work.shown.append(ShortTable.beside(tables, "mean"))
 
 
 @dataclass(frozen=True)
@@ -211,31 +204,3 @@ def _noise_summary(
                 "cosine_similarity_after": noise.mean[:, -1].tolist(),
             }
     return summaries
-
-
-def _table(results: dict[str, TrajectoryResult]) -> Table:
-    """Return the table of means over tokens: a row for each measure."""
-    trained = results["trained"]
-    n_layers = trained.n_layers
-    n_pos = len(trained.line_shape_score)
-    rows = [
-        [words, *(_mean_cell(getattr(result, name)) for result in results.values())]
-        for name, words in SHAPES.items()
-    ]
-    title = f"{trained.provenance['model']}: trajectories"
-    caption = (
-        f"mean over {plural(n_pos, 'token')}, attention sinks included\n"
-        "score of a straight line: 1\n"
-        f"of random steps: √{n_layers} = {math.sqrt(n_layers):.2f}"
-    )
-    return table_of(title, ["measure"], results, rows, caption)
-
-
-def _mean_cell(values: Tensor) -> str:
-    """Return the mean over tokens, and for how many it is undefined."""
-    # A token that does not move at a layer has no direction there, and no score.
-    n_undefined = int(values.isnan().sum())
-    if n_undefined == len(values):
-        return "undefined"
-    mean = f"{float(values.nanmean()):.3f}"
-    return f"{mean} ({n_undefined} undefined)" if n_undefined else mean

@@ -24,7 +24,7 @@ from tl_coupling.measures import (
     seeded,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import RANDOM_SUBSPACES, Saved, ShortTable
 from tl_coupling.statistics import Interval
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 PerPair = Float[Tensor, "n_rows n_cols component"]
 Share = Literal["excess", "diagonal_share", "energy_share", "jacobian_share"]
+# What a short table shows, and how many heads it names.
+_SHARES_SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
+_N_HEADS_SHOWN = 5
 # The order of components, behind the heads.
 _BRANCHES = ("attn_out", "mlp_out", "mlp∘attn", "skip")
 # The least number of random frames that the null is drawn from if the caller does not
@@ -282,6 +285,33 @@ class Carriers(Saved):
         if not bool(different.any()):
             raise ValueError("the mean over pairs of two layers needs two layers")
         return different
+
+    def table(self) -> ShortTable:
+        """Return the shares of heads together, of MLPs and of the rest, with their null;
+        the heads of most excess are named below.
+        """
+        merged = self.by_branch()
+        means = {share: merged.mean(share).tolist() for share in _SHARES_SHOWN}
+        rows: list[list[object]] = []
+        for place, label in enumerate(merged.labels):
+            low, high = merged.null_interval(label)
+            rows.append(
+                [
+                    label,
+                    f"{means['diagonal_share'][place]:.3f}",
+                    f"{means['jacobian_share'][place]:.3f}",
+                    f"{means['excess'][place]:+.3f}",
+                    f"{low:+.3f} to {high:+.3f}",
+                ]
+            )
+        heads = ", ".join(strongest_heads(self, _N_HEADS_SHOWN)) or "no separate heads"
+        title = f"{self.provenance['model']}: what carries coupling, k = {self.k}"
+        caption = (
+            "means over pairs of different layers; excess: diag A minus J\n"
+            f"null: 95 % of {RANDOM_SUBSPACES}\nmost excess: {heads}"
+        )
+        numbers = ["diag A", "J", "excess", "null"]
+        return ShortTable.of(title, ["component"], numbers, rows, caption)
 
     def _summary(self) -> str:
         size = (

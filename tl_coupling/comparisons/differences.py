@@ -14,8 +14,10 @@ from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
 from tl_coupling.results import (
+    RANDOM_SUBSPACES,
     DifferentPrompts,
     Saved,
+    ShortTable,
     check_alike,
     check_one_model,
     prompt_name,
@@ -116,6 +118,43 @@ class Comparison(Saved):
     def differing(self, level: float = 1 - LEVEL) -> Bool[Tensor, "n_rows n_cols"]:
         """Say which pairs differ, by `corrected_p` below a level."""
         return self.corrected_p < level
+
+    def table(self) -> ShortTable:
+        """Return the means of both and their difference, with its interval."""
+        low, high = self.interval
+        first_mean, second_mean = self.means.tolist()
+        # A layer with itself is not compared.
+        n_pairs = int((~self.own_pairs).sum())
+        interval = f"{low:+.3f} to {high:+.3f}"
+        degrees_of_freedom = f"{self.degrees_of_freedom:.1f}"
+        n_first, n_second = self.n_prompts
+        # One prompt has no spread, and hence no interval.
+        if min(self.n_prompts) < 2:
+            interval = "one prompt: none"
+            degrees_of_freedom = "none"
+        row = [
+            self.k,
+            f"{first_mean:.3f}",
+            f"{second_mean:.3f}",
+            f"{self.mean_difference:+.3f}",
+            interval,
+            degrees_of_freedom,
+            f"{int(self.differing().sum())} of {n_pairs}",
+            f"{self.nulls.mean():.3f}",
+        ]
+        numbers = ["k", "first", "second", "difference", "95 %", "df", "pairs", "null"]
+        pairing = "paired, over the same prompts"
+        if not self.paired:
+            pairing = "of different prompts (Welch)"
+        first_name, second_name = self.names
+        caption = (
+            f"first: {first_name}\nsecond: {second_name}\n"
+            f"{n_first} and {n_second} prompts; difference: second − first, {pairing}\n"
+            f"pairs: of layers that differ (Holm, 5 %); null: {RANDOM_SUBSPACES}"
+        )
+        words = measure_named(self.measure).words
+        title = f"depth {words}, mean over pairs of different layers"
+        return ShortTable.of(title, [], numbers, [row], caption)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return a tidy table: one row for each pair of layers.

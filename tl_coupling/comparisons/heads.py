@@ -21,13 +21,15 @@ from tl_coupling.measures import (
     seeded,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import RANDOM_AXES, Saved, ShortTable
 
 if TYPE_CHECKING:
     import pandas
 
 # Singular values below are those of directions that a head does not have.
 _RANK_TOLERANCE = 1e-5
+# How many of the most coupled pairs a short table names.
+_N_PAIRS_SHOWN = 5
 
 
 class HeadPair(NamedTuple):
@@ -168,6 +170,26 @@ class HeadCoupling(Saved):
                 "coupling": self.coupling[rows, cols].tolist(),
             }
         )
+
+    def table(self) -> ShortTable:
+        """Return the coupling of heads of different layers, beside that of random axes."""
+        coupling = self.of_different_layers
+        row = [
+            f"{float(coupling.nanmean()):.3f}",
+            f"{self.null:.3f}",
+            # A head that adds nothing has no coupling (NaN), and is not the largest.
+            f"{float(coupling.nan_to_num(0).max()):.3f}",
+            f"{self.largest_of_null:.3f}",
+            f"{self.share_above_null:.2%}",
+        ]
+        strongest = ", ".join(
+            f"{pair.jacobian_of} in {pair.vectors_of} {pair.coupling:.2f}"
+            for pair in self.strongest(_N_PAIRS_SHOWN)
+        )
+        numbers = ["mean", "null", "largest", f"largest of {RANDOM_AXES}", "above that"]
+        caption = f"pairs of heads of different layers\nmost coupled: {strongest}"
+        title = f"{self.provenance['model']}: heads with heads, k = {self.k}"
+        return ShortTable.of(title, [], numbers, [row], caption)
 
     def _different_layers(self) -> Bool[Tensor, "n_heads n_heads"]:
         layers = torch.tensor(self.layers, device=self.coupling.device)

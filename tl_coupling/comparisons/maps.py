@@ -33,7 +33,13 @@ from tl_coupling.measures import (
     rotation_null,
     seeded,
 )
-from tl_coupling.results import Saved, changes_in_words
+from tl_coupling.results import (
+    RANDOM_SUBSPACES,
+    Saved,
+    ShortTable,
+    changes_in_words,
+    plural,
+)
 from tl_coupling.spectra import check_k
 from tl_coupling.statistics import Interval
 
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
 PerPair = Float[Tensor, "n_rows n_cols"]
 # Measures that are saved and tabulated for every pair at every k.
 _TABULATED = ("coupling", "normalized_miscoupling", "null")
+# The numbers of singular vectors that a short table shows, beside the largest.
+_SHOWN_KS = (1, 10)
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
 
@@ -509,6 +517,74 @@ class CouplingMap(Saved):
         return table.assign(
             model=self.provenance.get("model"), prompt=self.provenance.get("prompt")
         )
+
+    @checked
+    def table(
+        self, ks: Sequence[int] | None = None, *, off_diagonal: bool = True
+    ) -> ShortTable:
+        """Return the mean coupling at some k, beside the null.
+
+        Args:
+            ks: numbers of singular vectors; by default 1, 10 and all that the map holds.
+            off_diagonal: leaves out the pairs of a connection with itself.
+
+        Example:
+            >>> print(tlc.depth_coupling(trace, k=4).table([2]))
+            tiny: depth coupling 1 − m̃, mean over pairs of different layers
+            k  coupling   null
+            2     0.298  0.293
+            2 layers, 1 prompt
+            95 % of random subspaces: 0.115 to 0.637 (k = 2)
+            null: random subspaces
+        """
+        if ks is None:
+            ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
+        has_other_pairs = not bool(self.own_pairs().all())
+        off_diagonal = off_diagonal and has_other_pairs
+        rows = [
+            (
+                k,
+                self._mean_in_words(k, off_diagonal),
+                f"{self.null(k, off_diagonal=off_diagonal):.3f}",
+            )
+            for k in ks
+        ]
+        changes = changes_in_words(self.provenance)
+        subject = " ".join([f"{self.kind} coupling", *changes])
+        title = (
+            f"{self.provenance.get('model')}: {subject} 1 − m̃, mean over "
+            f"{self._pairs_in_words(off_diagonal)}"
+        )
+        caption = self._size_in_words()
+        # A single connection leaves nothing to chance.
+        if has_other_pairs:
+            intervals = [self.null_interval(k, off_diagonal=off_diagonal) for k in ks]
+            texts = [
+                f"{low:.3f} to {high:.3f} (k = {k})"
+                for k, (low, high) in zip(ks, intervals, strict=True)
+            ]
+            caption += f"\n95 % of {RANDOM_SUBSPACES}: {', '.join(texts)}"
+        caption += f"\nnull: {RANDOM_SUBSPACES}"
+        return ShortTable.of(title, [], ["k", "coupling", "null"], rows, caption)
+
+    def _mean_in_words(self, k: int, off_diagonal: bool) -> str:
+        """Return the mean coupling as `table` shows it."""
+        return f"{self.mean(k, off_diagonal=off_diagonal):.3f}"
+
+    def _size_in_words(self) -> str:
+        """Return how many layers or tokens, and prompts, a table is of."""
+        noun = "layer" if self.kind == "depth" else "token"
+        size = plural(len(self.row_layers), noun)
+        return f"{size}, {plural(self.n_prompts, 'prompt')}"
+
+    def _pairs_in_words(self, off_diagonal: bool) -> str:
+        """Return which pairs a mean is over."""
+        noun = "layers" if self.kind == "depth" else "tokens"
+        if off_diagonal:
+            return f"pairs of different {noun}"
+        if self.kind == "depth":
+            return "all pairs of layers, l = l' among them"
+        return "all pairs of tokens"
 
     def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
         """Return each of `_TABULATED`, of every pair at every k."""

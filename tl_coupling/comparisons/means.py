@@ -74,6 +74,7 @@ class MeanCouplingMap(CouplingMap):
         measures: names of the measures, in the order of the axis `n_measures`.
         means_of_maps: what `spreads_of_mean` is the deviation of, `[n_measures k
             n_maps]`: see `by_map`; None of what earlier versions saved.
+        means_of_all_pairs: the same over all pairs.
 
     Example:
         >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
@@ -87,12 +88,14 @@ class MeanCouplingMap(CouplingMap):
     spreads_of_mean: Float[Tensor, "n_measures k"]
     measures: tuple[str, ...] = tuple(MEASURES)
     means_of_maps: Float[Tensor, "n_measures k n_maps"] | None = None
+    means_of_all_pairs: Float[Tensor, "n_measures k n_maps"] | None = None
     DIMS: ClassVar = CouplingMap.DIMS | {
         "means": "measure k row col",
         "spreads": "measure k row col",
         "nulls": "measure k",
         "spreads_of_mean": "measure k",
         "means_of_maps": "measure k map",
+        "means_of_all_pairs": "measure k map",
         "measures": "measure",
     }
 
@@ -145,6 +148,7 @@ class MeanCouplingMap(CouplingMap):
         reference: Facts = {}
         different = DifferentPrompts("maps")
         means_of_maps: list[Tensor] = []
+        means_of_all_pairs: list[Tensor] = []
         moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
         for result in maps:
             _check_is_of_one_prompt(result)
@@ -166,6 +170,7 @@ class MeanCouplingMap(CouplingMap):
             averaged = _averaged(result)
             moments.add(averaged)
             means_of_maps.append(averaged["mean_over_pairs"])
+            means_of_all_pairs.append(averaged["means"].flatten(-2).nanmean(-1))
         if not prompts:
             raise ValueError(
                 "there are no maps to take the mean of: wanted at least one"
@@ -185,6 +190,7 @@ class MeanCouplingMap(CouplingMap):
             "spreads": moments.standard_deviation("means"),
             "spreads_of_mean": moments.standard_deviation("mean_over_pairs"),
             "means_of_maps": torch.stack(means_of_maps, dim=-1),
+            "means_of_all_pairs": torch.stack(means_of_all_pairs, dim=-1),
         }
         del tensors["mean_over_pairs"]
         # Sums are float64 where a measure is; a mean has the precision of its maps.
@@ -210,29 +216,40 @@ class MeanCouplingMap(CouplingMap):
 
     @checked
     def spread_of_mean(
-        self, k: int | None = None, measure: AnyMeasure = "coupling"
+        self,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
+        *,
+        off_diagonal: bool = True,
     ) -> float:
         """Return the standard deviation over the prompts of their `mean(k, measure)`."""
-        return float(self._held(self.spreads_of_mean, k, measure, {}))
+        if off_diagonal:
+            return float(self._held(self.spreads_of_mean, k, measure, {}))
+        return float(self.by_map(k, measure, off_diagonal=False).std())
 
     @checked
     def by_map(
-        self, k: int | None = None, measure: AnyMeasure = "coupling"
+        self,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
+        *,
+        off_diagonal: bool = True,
     ) -> Float[Tensor, " n_maps"]:
         """Return `mean(k, measure)` of each prompt, or of each token, over pairs of
-        different layers.
+        different layers; over all pairs with `off_diagonal=False`.
 
         Example:
             >>> tokens = tlc.depth_coupling(trace, k=4, position="all")
             >>> tokens.by_map(2).shape, len(tokens.provenance["positions"])
             (torch.Size([8]), 8)
         """
-        if self.means_of_maps is None:
+        means = self.means_of_maps if off_diagonal else self.means_of_all_pairs
+        if means is None:
             raise ValueError(
                 "this mean was saved by an earlier version, without the mean of each "
                 "map: measure again"
             )
-        return self._held(self.means_of_maps, k, measure, {})
+        return self._held(means, k, measure, {})
 
     @checked
     def to_dataframe(self, ks: Sequence[int] | None = None) -> "pandas.DataFrame":
@@ -255,7 +272,11 @@ class MeanCouplingMap(CouplingMap):
 
     @checked
     def interval(
-        self, k: int | None = None, measure: AnyMeasure = "coupling"
+        self,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
+        *,
+        off_diagonal: bool = True,
     ) -> Interval:
         r"""Return the 95 % t interval, over the prompts, of their `mean(k, measure)`.
 
@@ -274,8 +295,25 @@ class MeanCouplingMap(CouplingMap):
         n = self.n_prompts
         if n < 2:
             return math.nan, math.nan
-        error = self.spread_of_mean(k, measure) / math.sqrt(n)
-        return t_interval(self.mean(k, measure), error, float(n - 1))
+        spread = self.spread_of_mean(k, measure, off_diagonal=off_diagonal)
+        mean = self.mean(k, measure, off_diagonal=off_diagonal)
+        return t_interval(mean, spread / math.sqrt(n), float(n - 1))
+
+    def _size_in_words(self) -> str:
+        """Return how many layers and prompts, and what `table` shows of the spread."""
+        size = super()._size_in_words()
+        if self.n_prompts < 2:
+            return size
+        return f"{size} (mean ± standard deviation [95 % t interval])"
+
+    def _mean_in_words(self, k: int, off_diagonal: bool) -> str:
+        """Return the mean with its spread and interval, as `table` shows it."""
+        mean = super()._mean_in_words(k, off_diagonal)
+        if self.n_prompts < 2:
+            return mean
+        spread = self.spread_of_mean(k, off_diagonal=off_diagonal)
+        low, high = self.interval(k, off_diagonal=off_diagonal)
+        return f"{mean} ± {spread:.3f} [{low:.3f}, {high:.3f}]"
 
     def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
         """Return the mean over the prompts of each."""

@@ -37,6 +37,7 @@ from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.results import ShortTable, interval_text
 
 if TYPE_CHECKING:
     import pandas
@@ -118,6 +119,31 @@ class Ablation(Effects):
         removed = [self._drawn(kind, "removed").mean() for kind in table["kind"]]
         table.insert(1, "removed", removed)
         return table
+
+    def table(self) -> ShortTable:
+        """Return what the model loses without each kind of subspace."""
+        rows = [
+            [
+                line["kind"],
+                f"{line['removed']:.1%}",
+                f"{line['loss_change']:+.3f}",
+                f"{line['low']:+.3f} to {line['high']:+.3f}",
+                interval_text(
+                    line["shared_less_this_low"], line["shared_less_this_high"], ".3f"
+                ),
+            ]
+            for line in self.to_dataframe().to_dict("records")
+        ]
+        caption = (
+            f"rank {self.rank}, mean over {len(self.prompts)} prompts, loss "
+            f"{float(self.loss.mean()):.2f} nats\n"
+            "intervals: 95 % t over prompts; difference: shared minus this"
+        )
+        numbers = ["removed", "loss", "interval", "difference"]
+        title = (
+            f"{self.provenance['model']}: without what its blocks {self.side} in common"
+        )
+        return ShortTable.of(title, ["subspace"], numbers, rows, caption)
 
     def _summary(self) -> str:
         return (

@@ -15,10 +15,11 @@ from tl_coupling.comparisons import SeveralTraces, as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
 from tl_coupling.directions.interventions import Directions, own_facts
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
+from tl_coupling.files import plain
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
-from tl_coupling.models import JacobianLens, bridge_of
-from tl_coupling.results import DifferentPrompts, Saved
+from tl_coupling.models import JacobianLens, bridge_of, refuse_offloaded
+from tl_coupling.results import DifferentPrompts, Saved, ShortTable
 from tl_coupling.trajectories import check_lens
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ Control = Literal["random", "rotated", "other_prompts"]
 CONTROLS: tuple[Control, ...] = ("random", "rotated", "other_prompts")
 ENDS = ("+", "-")
 _DEFAULT_K = 10
+# How many tokens of each end of a direction, and components, a short table shows.
+_N_TOKENS_SHOWN = 4
+_N_COMPONENTS_SHOWN = 2
 # Gains closer than this are one group: inside it, singular vectors are one frame of
 # many, and no claim about a single one of them can be made.
 SAME_GAIN = 0.01
@@ -195,6 +199,53 @@ class Decoded(Saved):
         if not len(drawn) or bool(own.isnan()):
             return math.nan
         return float((drawn >= own).double().mean())
+
+    def table(self) -> ShortTable:
+        """Return the directions, by what they do through the rest of the network."""
+        way = self.ways.index("network")
+        rows: list[list[object]] = []
+        for i, gain in enumerate(self.gains.tolist()):
+            ends = [
+                " ".join(
+                    plain(text).strip() or repr(text)
+                    for text in self.texts_of(way, i, end)[:_N_TOKENS_SHOWN]
+                )
+                for end in (0, 1)
+            ]
+            rows.append(
+                [
+                    str(int(self.groups[i])),
+                    f"+ {ends[0]}\n− {ends[1]}",
+                    self._components_in_words(i),
+                    f"{gain:.2f}",
+                    f"{float(self.kurtosis[way, i]):.2f}",
+                    f"{self.kurtosis_exceeded(way, i):.2f}",
+                ]
+            )
+        title = (
+            f"{self.provenance['model']}: what block {self.layer} writes and reads, "
+            f"token {self.position}"
+        )
+        caption = (
+            "tokens through the rest of the network; the sign of a direction is "
+            "arbitrary\n"
+            "gains of a group differ by less than 1 %: no claim about one of its "
+            "directions\n"
+            "random: share of random directions with at least this kurtosis"
+        )
+        numbers = ["gain", "kurtosis", "random"]
+        return ShortTable.of(
+            title, ["group", "writes", "reads"], numbers, rows, caption
+        )
+
+    def _components_in_words(self, direction: int) -> str:
+        """Return the components that a read direction responds to most."""
+        reads = self.reads[direction]
+        n_shown = min(_N_COMPONENTS_SHOWN, len(reads))
+        largest = reads.abs().topk(n_shown).indices.tolist()
+        return ", ".join(
+            f"{self.components[i]} {float(reads[i]):+.2f}" for i in largest
+        )
 
     def _summary(self) -> str:
         n_groups = len(set(self.groups.tolist()))
@@ -433,6 +484,7 @@ class _Later(NamedTuple):
 
 def _unembedded(trace: Trace, vectors: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
     """Return `u W_U` of each direction."""
+    refuse_offloaded(trace.model, "the unembedding of directions")
     # The unembedding of a model on disk is read for this.
     with own_arithmetic(trace.model, fills_at_once=True):
         W_U = getattr(trace.model, "W_U", None)

@@ -13,6 +13,7 @@ from tl_coupling.blocks import (
     own_arithmetic,
 )
 from tl_coupling.jacobians import block_jacobians
+from tl_coupling.models import refuse_offloaded
 
 # Directions whose logits are differentiated at once.
 _BATCH_SIZE = 16
@@ -51,8 +52,11 @@ def change_of_logits(
     Norm, unembedding and soft cap are the model's own, differentiated at the stream that
     left the last block.
 
-    Raises DerivativeError where torch.func fails on them.
+    Raises DerivativeError where torch.func fails on them, and ModelError where
+    accelerate brings in their weights.
     """
+    # Within torch.func no weights can be brought in.
+    refuse_offloaded(trace.model, "the derivative of the logits")
     x = trace.residual[-1, position]
 
     def logits(row: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import own_arithmetic, trace
 from tl_coupling.directions.interventions import Hook
-from tl_coupling.models import tokenize
+from tl_coupling.models import input_device, tokenize
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import DifferentPrompts, Saved
 from tl_coupling.statistics import Difference, paired_difference
@@ -183,7 +183,7 @@ def log_probabilities(
     """Return log-probabilities of a batch of copies of one prompt, with hooks in place,
     at some of its positions.
     """
-    batch = tokens.to(next(model.parameters()).device).expand(n_rows, -1)
+    batch = tokens.to(input_device(model)).expand(n_rows, -1)
     with torch.no_grad(), own_arithmetic(model), model.hooks(fwd_hooks=list(hooks)):
         logits = model(batch, return_type="logits")
     return logits[:, positions].to(dtype).log_softmax(-1)

@@ -38,6 +38,7 @@ from tl_coupling.jacobians import chosen_layers
 from tl_coupling.measures import random_rotations, seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.results import ROTATIONS, ShortTable, interval_text, plural
 
 # How much memory the rotations of one pass may take.
 _BYTES_OF_ROTATIONS = 200_000_000
@@ -92,6 +93,32 @@ class Rotation(Effects):
         "layers": "layer",
         "prompts": "prompt",
     }
+
+    def table(self) -> ShortTable:
+        """Return what the model loses, a row for each kind of rotation."""
+        rows = [
+            [
+                ROTATIONS[line["kind"]],
+                f"{line['loss_change']:+.3f}",
+                interval_text(line["low"], line["high"], ".3f"),
+                interval_text(
+                    line["first_less_this_low"], line["first_less_this_high"], ".3f"
+                ),
+                f"{line['kl']:.3f}",
+            ]
+            for line in self.to_dataframe().to_dict("records")
+        ]
+        caption = (
+            f"mean over {plural(len(self.prompts), 'prompt')}, loss "
+            f"{float(self.loss.mean()):.2f} nats; KL of the next token\n"
+            "intervals: 95 % t over prompts; difference: the first row minus this"
+        )
+        title = (
+            f"{self.provenance['model']}: {plural(len(self.layers), 'layer')} rotated "
+            f"by {self.angle:g}°, {self.side} side"
+        )
+        numbers = ["loss", "interval", "difference", "KL"]
+        return ShortTable.of(title, ["blocks"], numbers, rows, caption)
 
     def _summary(self) -> str:
         return (

@@ -31,7 +31,7 @@ from tl_coupling.jacobians import block_jacobians
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.prompts import Prompt, as_prompts
-from tl_coupling.results import DifferentPrompts
+from tl_coupling.results import DifferentPrompts, ShortTable, interval_text
 from tl_coupling.spectra import eigh
 
 if TYPE_CHECKING:
@@ -144,6 +144,31 @@ class Steering(Effects):
         drawn = super()._drawn(kind, effect)
         # Even in ε, the prediction is the same for both signs, and has no axis of them.
         return drawn if effect == "predicted_kl" else drawn.mean(2)
+
+    def table(self) -> ShortTable:
+        """Return what each kind of direction does to the next token, at every scale."""
+        rows = [
+            [
+                # A kind is named in the first of its rows alone.
+                line["kind"] if line["scale"] == self.scales[0] else "",
+                f"{line['scale']:g}",
+                f"{line['kl']:.3g}",
+                f"{line['predicted_kl']:.3g}",
+                interval_text(
+                    line["direction_less_this_low"],
+                    line["direction_less_this_high"],
+                    ".3g",
+                ),
+            ]
+            for line in self.to_dataframe().to_dict("records")
+        ]
+        caption = (
+            f"KL of the next token in nats, mean over {len(self.prompts)} prompts\n"
+            "difference: singular vectors minus this, 95 % t interval over prompts"
+        )
+        numbers = ["ε", "KL", "predicted", "difference"]
+        title = f"{self.provenance['model']}: steering"
+        return ShortTable.of(title, ["along"], numbers, rows, caption)
 
     def _summary(self) -> str:
         n = self.kinds.count("direction")

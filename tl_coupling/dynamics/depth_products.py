@@ -25,13 +25,15 @@ from tl_coupling.jacobians import (
     named_layers,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import Saved
+from tl_coupling.results import TURNED_BLOCKS, Saved, ShortTable, plural
 from tl_coupling.spectra import effective_rank, parallel_map, participation_ratio
 from tl_coupling.statistics import prediction_interval, simultaneous_band
 
 if TYPE_CHECKING:
     import pandas
 
+# A short table shows about so many.
+_N_DEPTHS_SHOWN = 6
 # Fewer have no spread.
 Draws = Annotated[int, at_least(2)]
 
@@ -82,6 +84,38 @@ class Products(Saved):
         "shuffled_log_largest": "draw",
         "layers": "layer",
     }
+
+    def table(self) -> ShortTable:
+        """Return the products up to about six depths, beside those of turned blocks."""
+        n_layers = len(self.layers)
+        # Every sixth part of the depth, and the last layer in any case.
+        step = max(1, n_layers // _N_DEPTHS_SHOWN)
+        shown_layers = sorted({*range(step - 1, n_layers, step), n_layers - 1})
+        rows: list[list[object]] = []
+        for i in shown_layers:
+            low, high = self.alignment_gain_interval[i].tolist()
+            null_ratio = float(self.null_participation_ratio[:, i].mean())
+            rows.append(
+                [
+                    self.layers[i],
+                    f"{float(self.log_largest[i]):.2f}",
+                    f"{float(self.alignment_gain[i]):+.2f}",
+                    f"{low:+.2f} to {high:+.2f}",
+                    f"{float(self.participation_ratio[i]):.1f}",
+                    f"{null_ratio:.1f}",
+                ]
+            )
+        n_draws = len(self.null_log_largest)
+        title = (
+            f"{self.provenance.get('model')}: products of {plural(n_layers, 'block')}"
+        )
+        caption = (
+            f"gain: log σ₁ minus that of {TURNED_BLOCKS}, {n_draws} draws, with "
+            "95 % of them\ndirections: participation ratio, and that of "
+            f"{TURNED_BLOCKS}"
+        )
+        numbers = ["to layer", "log σ₁", "gain", "95 %", "directions", "random"]
+        return ShortTable.of(title, [], numbers, rows, caption)
 
     def _summary(self) -> str:
         low, high = self.alignment_gain_interval[-1].tolist()

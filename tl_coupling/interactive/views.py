@@ -18,7 +18,7 @@ from torch import Tensor
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import MeasureName
-from tl_coupling.plots import color_scale
+from tl_coupling.pictures import color_scale
 
 # Characters; labels stand beside the rows of a map, and above its columns.
 _LONGEST_LABEL = 14
@@ -126,7 +126,7 @@ def show_token_coupling(
             holds by default.
         measure, options: as in `CouplingMap.values`.
         vmax: the value in full colour, for all maps; what
-            `tl_coupling.plots.maps.color_scale` gives by default.
+            `tl_coupling.pictures.maps.color_scale` gives by default.
 
     Raises:
         ValueError: no map, a map of layers, k or measure not among those of a map.

@@ -12,7 +12,7 @@ from torch import nn
 
 from tl_coupling.blocks import Trace, chunk_that_fits
 from tl_coupling.measures import Change
-from tl_coupling.models import facts_of
+from tl_coupling.models import facts_of, input_device
 from tl_coupling.progress import Progress
 
 # Copies of the widest activation of a chunk, and of a matrix in its SVD, that are in
@@ -203,7 +203,7 @@ class Budget:
         # least 4 d, as is usual.
         # A narrow MLP still leaves attention's queries, keys and values side by side.
         width = max(4, -(-_widest(block) // d))
-        device = _device(block)
+        device = input_device(block)
         n_workers = n_columns
         if device.type == "cpu":
             n_workers = max(1, torch.get_num_threads() // 2)
@@ -339,13 +339,7 @@ def fits_in_memory(size: int, block: nn.Module) -> bool:
     # Its user chose to hold one block: Jacobians get no more room than that.
     if facts_of(block).is_streamed:
         return size <= 4 * sum(p.numel() for p in block.parameters())
-    return size <= _SHARE * _free_memory(_device(block))
-
-
-def _device(block: nn.Module) -> torch.device:
-    """Return where a block's weights are."""
-    weights = next(block.parameters(), None)
-    return torch.device("cpu") if weights is None else weights.device
+    return size <= _SHARE * _free_memory(input_device(block))
 
 
 def _free_memory(device: torch.device) -> float:

@@ -44,7 +44,12 @@ from tl_coupling.models.module_state import (
     eager_experts,
     left_as_found,
 )
-from tl_coupling.models.own_model import OwnModel, in_eval_mode, input_device
+from tl_coupling.models.own_model import (
+    OwnModel,
+    in_eval_mode,
+    input_device,
+    refuse_offloaded,
+)
 from tl_coupling.models.stored import holds_stored_weights
 from tl_coupling.models.tokenization import tokenize
 from tl_coupling.models.user_changes import backward_hooks_on, hooks_on, is_of_user

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tl_coupling.models.contents import Contents, unplaced_names
+from tl_coupling.models.contents import Contents, OwnFormat, unplaced_names
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs
 from tl_coupling.models.file_tensors import tensors_in
@@ -53,13 +53,10 @@ class LoadedWeights(NamedTuple):
         model: the model.
         missing_of_head: the names of its head's weights that its checkpoint lacks: they
             are random.
-        unplaced: what its GGUF file holds besides; any other checkpoint that holds more
-            is refused.
     """
 
     model: nn.Module
     missing_of_head: tuple[str, ...]
-    unplaced: tuple[str, ...] = ()
 
     @property
     def facts(self) -> LoadedAs:
@@ -73,7 +70,11 @@ class LoadedWeights(NamedTuple):
 
 
 def load_whole(
-    name: str, from_pretrained: Callable[..., Any], *arguments: Any, **options: Any
+    name: str,
+    from_pretrained: Callable[..., Any],
+    *arguments: Any,
+    file: OwnFormat | None = None,
+    **options: Any,
 ) -> LoadedWeights:
     """Return what HuggingFace's `from_pretrained` loads, if the checkpoint holds all
     its weights and nothing else; the head may lack.
@@ -81,6 +82,13 @@ def load_whole(
     Prefixes that wrap every key (`_orig_mod.`, `module.`) are taken off. Tied weights,
     and buffers that a rule makes, are not missing. What a checkpoint may hold besides
     is listed in `harmless.py`. An adapter beside it is held to the same.
+
+    Args:
+        name: the model's name in error messages.
+        from_pretrained: HuggingFace's.
+        *arguments: of `from_pretrained`.
+        file: what is read, where it is neither safetensors nor a pickle.
+        **options: of `from_pretrained`.
 
     Raises:
         ModelError: weights of the body are missing, or have another shape or dtype;
@@ -98,12 +106,10 @@ def load_whole(
         options["key_mapping"] = {_WRAPPERS: ""}
         model, readings = _read(name, from_pretrained, *arguments, **options)
     missing_of_head: list[str] = []
-    unplaced: list[str] = []
     for reading, described in zip(readings, _described(name), strict=False):
-        contents = Contents.from_reading(model, reading)
-        missing_of_head += _check(described, model, contents)
-        unplaced += contents.unplaced
-    return LoadedWeights(model, tuple(missing_of_head), tuple(unplaced))
+        contents = Contents.from_reading(model, reading, file)
+        missing_of_head += _check(described, model, contents, file)
+    return LoadedWeights(model, tuple(missing_of_head))
 
 
 def _described(name: str) -> tuple[str, str]:
@@ -184,7 +190,9 @@ def describe_head(missing: tuple[str, ...]) -> LoadedAs:
     return {"head": f"not in the checkpoint ({_named(missing)})"}
 
 
-def _check(described: str, model: Any, contents: Contents) -> list[str]:
+def _check(
+    described: str, model: Any, contents: Contents, file: OwnFormat | None
+) -> list[str]:
     """Raise ModelError unless the body is whole, and nothing is left; return which
     weights of the head are missing.
     """
@@ -218,6 +226,8 @@ def _check(described: str, model: Any, contents: Contents) -> list[str]:
             "configuration"
         )
     _refuse_replaced(described, contents)
+    if file is not None:
+        file.refuse(left)
     refuse_unplaced(
         described,
         left,

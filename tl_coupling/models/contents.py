@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -12,13 +12,27 @@ from tl_coupling.models.harmless import LeftTensor, reason_to_leave
 from tl_coupling.models.patched_transformers import Place, Reading
 
 
+@runtime_checkable
+class OwnFormat(Protocol):
+    """A file that is neither safetensors nor a pickle, such as a GGUF file."""
+
+    def places(self, model: Any, reading: Reading) -> Mapping[FileTensor, Place]:
+        """Return where in a model each tensor of the file is.
+
+        One that is nowhere has its own name as place, which no weight has.
+        """
+
+    def refuse(self, unplaced: Sequence[str]) -> None:
+        """Raise ModelError on names of tensors without a place; none is fine."""
+
+
 @dataclass(frozen=True)
 class Contents:
     """The tensors of a checkpoint's files, and what became of each.
 
     Attributes:
         reading: what transformers read of it.
-        tensors: by name; none of a GGUF file, whose own reader knows them.
+        tensors: by name.
         left: those that the model has no place for, and cannot do without.
         replaced: those whose place in the model another tensor took, of other numbers.
     """
@@ -29,14 +43,22 @@ class Contents:
     replaced: Sequence[FileTensor]
 
     @classmethod
-    def from_reading(cls, model: Any, reading: Reading) -> "Contents":
-        """Compare the files with the model. Their headers are read, and a few small
-        tensors that may be masks, or are there twice.
+    def from_reading(
+        cls, model: Any, reading: Reading, file: OwnFormat | None = None
+    ) -> "Contents":
+        """Compare the files, or the one in a format of its own, with the model. Headers
+        are read, and a few small tensors that may be masks, or are there twice.
         """
-        all_tensors = list(tensors_in(reading.files))
+        if file is None:
+            all_tensors = list(tensors_in(reading.files))
+            # Where transformers was not seen to rename one, it has its own name.
+            places = {tensor.name: Place(tensor.name, None) for tensor in all_tensors}
+            places |= reading.places
+        else:
+            places_of_file = file.places(model, reading)
+            all_tensors = list(places_of_file)
+            places = {tensor.name: place for tensor, place in places_of_file.items()}
         tensors = {tensor.name: tensor for tensor in all_tensors}
-        # Where transformers was not seen to rename one, it has its own name.
-        places = {name: Place(name, None) for name in tensors} | dict(reading.places)
         reading = reading._replace(places=places)
         unplaced = [
             tensors[name] for name in unplaced_names(reading) if name in tensors
@@ -57,11 +79,6 @@ class Contents:
         needed = [left for left in left_out if reason_to_leave(left) is None]
         replaced = [*_overwritten(all_tensors), *_collided(tensors, reading)]
         return cls(reading, tensors, needed, replaced)
-
-    @property
-    def unplaced(self) -> list[str]:
-        """The names of what a GGUF file holds besides."""
-        return [] if self.tensors else unplaced_names(self.reading)
 
     def codes(self) -> list[FileTensor]:
         """Return tensors that are no numbers in floating point where such are needed,

@@ -57,12 +57,14 @@ class FileTensor(NamedTuple):
         return str(self.dtype).removeprefix("torch.")
 
     def read(self) -> Tensor:
-        """Return the tensor as a map of the file."""
+        """Return the tensor: as a map of the file, or dequantised."""
         if _is_safetensors(self.file):
             from safetensors import safe_open
 
             with safe_open(self.file, "pt") as file:
                 return file.get_tensor(self.name)
+        if _is_gguf(self.file):
+            return _dequantized(self.file, self.name)
         return _unpickled(self.file, "cpu")[self.name]
 
 
@@ -75,12 +77,23 @@ def tensors_in(files: Iterable[str]) -> Iterator[FileTensor]:
     for file in files:
         if _is_safetensors(file):
             yield from _safetensors(file)
-        elif not file.lower().endswith(".gguf"):
+        elif not _is_gguf(file):
             yield from _pickled(file)
 
 
 def _is_safetensors(file: str) -> bool:
     return file.endswith(".safetensors")
+
+
+def _is_gguf(file: str) -> bool:
+    return file.lower().endswith(".gguf")
+
+
+def _dequantized(path: str, name: str) -> Tensor:
+    from gguf import GGUFReader, dequantize
+
+    tensor = next(t for t in GGUFReader(path).tensors if t.name == name)
+    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
 
 
 def _safetensors(path: str) -> Iterator[FileTensor]:

@@ -191,12 +191,14 @@ def describe_modules(
 
 def _common_provenance(model: nn.Module, residual: Tensor) -> dict[str, object]:
     weight = next(model.parameters(), residual)
+    # A weight that accelerate has put elsewhere is on `meta` until it is needed.
+    device = residual.device if weight.is_meta else weight.device
     n_params = facts_of(model).loaded_as.get("n_params")
     return {
         "d_model": int(residual.shape[-1]),
         "n_params": n_params or sum(map(n_weights, model.parameters())),
         "dtype": str(weight.dtype).removeprefix("torch."),
-        "device": str(weight.device),
+        "device": str(device),
         "weights_digest": weights_digest(model),
         **_quantization(model),
         "versions": {package: version(package) for package in _PACKAGES},

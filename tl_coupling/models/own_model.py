@@ -348,6 +348,21 @@ def input_device(model: nn.Module) -> torch.device:
     return next(at_hand, torch.device("cpu"))
 
 
+def refuse_offloaded(module: nn.Module, purpose: str) -> None:
+    """Raise ModelError where accelerate keeps weights elsewhere until a module is called.
+
+    Args:
+        module: a model, or a part of one.
+        purpose: what takes weights without calling their module.
+    """
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ModelError(
+            f"{purpose} takes weights that accelerate brings in only while their module "
+            'is called: load the model with `load_model(name, memory="stream")`, or into '
+            "memory"
+        )
+
+
 def without_adapter_wrapper(model: nn.Module) -> nn.Module:
     """Return the model in which peft has put its adapters; any other as it is."""
     base = getattr(type(model), "get_base_model", None)

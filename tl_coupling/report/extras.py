@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from markupsafe import Markup
 
-from tl_coupling import plots
+from tl_coupling import pictures
 from tl_coupling.comparisons import Carriers, strongest_heads
 from tl_coupling.directions import Decoded
 from tl_coupling.dynamics import Products
@@ -63,7 +63,7 @@ def _carriers(results: Mapping[str, Carriers]) -> Markup:
             numbers = [f"{diagonal:.3f}", f"{jacobian_share:.3f}", f"{excess:+.3f}"]
             rows.append([f"{label}, {name}", *numbers, f"{low:+.3f} to {high:+.3f}"])
     headings = ["", "of coupling", "of J", "excess", RANDOM_SUBSPACES]
-    heads = plots.plot_carriers(trained, untrained=twins[0] if twins else None)
+    heads = pictures.plot_carriers(trained, untrained=twins[0] if twins else None)
     picture = heads.get_figure(root=True)
     assert picture is not None
     # The caption says what the titles would.
@@ -85,7 +85,7 @@ def _carriers(results: Mapping[str, Carriers]) -> Markup:
     ]
     parts += [
         figure(
-            plots.plot_carriers_by_depth(result),
+            pictures.plot_carriers_by_depth(result),
             f"Shares of attention and MLP by layer, {name}",
             f"By depth, {name}.",
             " Solid: share of coupling; dashed: share of J, which random subspaces would "
@@ -109,7 +109,7 @@ def _products(results: Mapping[str, Products]) -> Markup:
             f"{high:.2f}, and {float(result.participation_ratio[-1]):.1f} directions carry "
             f"the product, {turned:.1f} with turned blocks"
         )
-    drawn = plots.plot_products(results)
+    drawn = pictures.plot_products(results)
     drawn.suptitle("")
     alt = "log σ₁ and participation ratio of products by layer"
     # A space, as the caption goes on behind its first words.

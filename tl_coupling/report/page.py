@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from markupsafe import Markup
 
-from tl_coupling import plots
+from tl_coupling import pictures
 from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
@@ -25,7 +25,7 @@ from tl_coupling.interactive import (
     show_layers_by_token,
     visible_token,
 )
-from tl_coupling.plots import color_scale, patches_of
+from tl_coupling.pictures import color_scale, patches_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.extras import extra_sections
 from tl_coupling.report.parts import (
@@ -94,7 +94,7 @@ def html_report(runs: Mapping[str, Portrait]) -> str:
     if provenance.get("checkpoint") is not None:
         model += f" at checkpoint {provenance['checkpoint']}"
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    with plots.off_screen():
+    with pictures.off_screen():
         pieces = _pieces(runs)
     return TEMPLATES.get_template("page.html").render(
         pieces,
@@ -154,7 +154,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
         for picture in _heat_maps(maps, k, "layers")
     ]
     locality_figures = [_locality(maps, k) for k in smallest_and_largest_k]
-    gains = plots.plot_singular_values(maps)
+    gains = pictures.plot_singular_values(maps)
     return {
         "prompt": trace.provenance.get("prompt"),
         "picture": shown_picture(trace),
@@ -277,7 +277,7 @@ def _matrices(maps: Mapping[str, CouplingMap]) -> Iterator[Markup]:
     """
     vmax = None
     for name, result in maps.items():
-        drawn = plots.plot_coupling_matrices(result, vmax=vmax)
+        drawn = pictures.plot_coupling_matrices(result, vmax=vmax)
         vmax = drawn.axes[0].images[0].get_clim()[1]
         yield figure(
             drawn.axes[0],
@@ -328,7 +328,7 @@ def _locality(maps: Mapping[str, CouplingMap], k: int) -> Markup:
             )
     title = "Mean coupling against the distance of two layers"
     text = Markup(", k = {}. {}").format(k, sentence(ends))
-    return figure(plots.plot_locality(maps, k=k), f"{title}, k = {k}", title, text)
+    return figure(pictures.plot_locality(maps, k=k), f"{title}, k = {k}", title, text)
 
 
 def _peak(name: str, result: CouplingMap) -> str:
@@ -340,7 +340,7 @@ def _peak(name: str, result: CouplingMap) -> str:
 
 def _inverse_gains(maps: Mapping[str, CouplingMap]) -> Markup:
     return figure(
-        plots.plot_inverse_singular_values(maps),
+        pictures.plot_inverse_singular_values(maps),
         "Inverse singular values against depth",
         "1/σ against depth",
         ", with fitted lines. Where R² is near 1 the gains fall off inversely with depth; "
@@ -442,7 +442,7 @@ def _trajectories(runs: Mapping[str, Portrait], first: Portrait) -> dict[str, st
         # A token that does not move at a layer has no score.
         mean = float(scores[scores.isfinite()].mean())
         mean_scores.append(f"{name} {mean:.3g}")
-    metrics = plots.plot_trajectory_metrics(
+    metrics = pictures.plot_trajectory_metrics(
         {name: run.trajectory for name, run in runs.items()}
     )
     return {
@@ -528,7 +528,7 @@ def _paths(runs: Mapping[str, Portrait], first: Portrait) -> Markup:
     # Streams grow: in the picture of all layers the early ones are a point.
     for span in ("all", "shallow"):
         for name, run in runs.items():
-            drawn = plots.plot_trajectories(
+            drawn = pictures.plot_trajectories(
                 run.trace, views=(span,), positions=positions, black=first.position
             )
             # The first line says what is drawn; model and prompt stand at the head of
@@ -566,7 +566,7 @@ def _heat_maps(
     # All runs on one scale: a twin's noise must not look like structure.
     low, high = color_scale(list(maps.values()), k)
     for name, result in maps.items():
-        drawn = plots.plot_coupling(result, k=k, vmin=low, vmax=high)
+        drawn = pictures.plot_coupling(result, k=k, vmin=low, vmax=high)
         yield figure(
             drawn,
             f"Heat map of coupling for every pair of {places}, {kind}{name}, k = {k}",

@@ -16,9 +16,9 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
-from tl_coupling import plots
+from tl_coupling import pictures
 from tl_coupling.blocks import Trace
-from tl_coupling.plots import measure_label, new_figure, patches_of, picture_of
+from tl_coupling.pictures import measure_label, new_figure, patches_of, picture_of
 from tl_coupling.portraits import Portrait
 from tl_coupling.report.parts import figure, grid, named_token, piece
 
@@ -158,7 +158,7 @@ def _draw_over_picture(
 ) -> Markup:
     scale: dict[str, Any] = dict(zip(("vmin", "vmax"), ends, strict=False))
     ax = new_figure(3.5, 3.1, "compressed").subplots()
-    drawn = plots.plot_patches(
+    drawn = pictures.plot_patches(
         run.trace, values, label=label, position=run.position, ax=ax, **scale
     )
     rows, columns = patches_of(run.trace) or (0, 0)

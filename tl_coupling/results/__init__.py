@@ -1,5 +1,5 @@
-"""What all results share: their files, what their provenances have in common, prompts
-that must differ, and the names of controls and nulls.
+"""What all results share: their files and short tables, what their provenances have in
+common, prompts that must differ, and the names of controls and nulls.
 """
 # ruff: noqa: F401
 
@@ -30,6 +30,7 @@ from tl_coupling.results.provenance import (
     joined_provenance,
 )
 from tl_coupling.results.saved import Saved
+from tl_coupling.results.short_tables import ShortTable, interval_text, plural
 from tl_coupling.results.tables import tidy_table
 
 __all__ = ["Saved"]

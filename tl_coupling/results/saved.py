@@ -13,11 +13,15 @@ from torch import Tensor
 
 from tl_coupling.arguments import AnyPath, checked
 from tl_coupling.files import write_atomically
+from tl_coupling.results.short_tables import ShortTable, first_rows
 
 if TYPE_CHECKING:
+    import pandas
     import xarray
 
 _Result = TypeVar("_Result", bound="Saved")
+# Columns that say in every row what the title of a short table says once.
+_NAMED_IN_TITLE = ["model", "prompt"]
 # The attribute of a file that says what its content was; earlier versions wrote none.
 _DIGEST = "digest"
 # What xarray, netCDF and the results themselves raise where bytes were changed.
@@ -67,6 +71,21 @@ class Saved:
     def _summary(self) -> str:
         """Return what a result shows of itself: its size, and a number or two."""
         raise NotImplementedError
+
+    def to_dataframe(self) -> "pandas.DataFrame":
+        """Return a table of all that the result holds."""
+        raise NotImplementedError
+
+    def table(self) -> ShortTable:
+        """Return a short table to read, which a notebook shows.
+
+        Where a result has no better one it is of the first rows of `to_dataframe`.
+        """
+        columns = self.to_dataframe().drop(columns=_NAMED_IN_TITLE, errors="ignore")
+        return first_rows(repr(self), columns.to_dict("list"))
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
 
     def to_dataset(self) -> "xarray.Dataset":
         """Return the result as an `xarray.Dataset`.

@@ -22,6 +22,7 @@ from tl_coupling.trajectories.residual_alignment import (
     residual_alignment,
 )
 from tl_coupling.trajectories.result import (
+    SHAPES,
     TrajectoryResult,
     entropy_by_depth,
     measure_trajectory,

@@ -24,7 +24,13 @@ from tl_coupling.models import (
     described_for_lens,
 )
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.results import DifferentPrompts, Saved, tidy_table
+from tl_coupling.results import (
+    DifferentPrompts,
+    Saved,
+    ShortTable,
+    plural,
+    tidy_table,
+)
 from tl_coupling.trajectories.lenses import (
     SEVERAL_TRACES,
     LensEstimate,
@@ -36,6 +42,8 @@ from tl_coupling.trajectories.lenses import (
 if TYPE_CHECKING:
     import pandas
 
+# A short table shows every so many parts of the depth.
+_N_ROWS_SHOWN = 8
 # How often a right lens may be taken for another's, or for one of the very prompts.
 _LEVEL = 0.001
 # Fewer do not tell along how many directions prompts vary.
@@ -264,6 +272,32 @@ class LensAudit(Saved):
         columns |= {name: ("layer", values) for name, values in by_layer.items()}
         columns["prompt_weight"] = ("prompt", self.prompt_weights)
         return tidy_table(columns, {"layer": self.layers}, self.provenance)
+
+    def table(self) -> ShortTable:
+        """Return distances and needed prompts of about eight layers."""
+        n_layers = len(self.layers)
+        step = max(1, n_layers // _N_ROWS_SHOWN)
+        shown_layers = sorted({*range(0, n_layers, step), n_layers - 1})
+        rows = [
+            [
+                self.layers[i],
+                f"{float(self.distance_from_mean[i]):.3f}",
+                f"{float(self.farthest[i]):.3f}",
+                f"{float(self.halves[i]):.3f}",
+                f"{float(self.needed_prompts[i]):.0f}",
+            ]
+            for i in shown_layers
+        ]
+        title = (
+            f"{self.provenance.get('model')}: a lens of "
+            f"{plural(self.lens_n_prompts, 'prompt')}, audited with {len(self.distance)}"
+        )
+        caption = (
+            "distances as shares of the map's size; needed: prompts for an error of "
+            f"{self.accuracy:.0%}"
+        )
+        numbers = ["layer", "from their mean", "at most", "two halves", "needed"]
+        return ShortTable.of(title, [], numbers, rows, caption)
 
     def _summary(self) -> str:
         return (

@@ -1,5 +1,6 @@
 """All measures of one prompt's trajectories in one object, and its file."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +13,7 @@ from tl_coupling.arguments import checked, made_by, warn_caller
 from tl_coupling.blocks import Trace
 from tl_coupling.models import JacobianLens
 from tl_coupling.progress import Progress
-from tl_coupling.results import Saved, tidy_table
+from tl_coupling.results import Saved, ShortTable, plural, tidy_table
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import shapes
 from tl_coupling.trajectories.lenses import check_lens
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 
 # Logits that are in memory at a time: 64 MiB in float32.
 _LOGITS_IN_MEMORY = 2**24
-_TOKEN_MEASURES = ("line_shape_score", "expodistance", "equidistance")
+# Measures of every token, as `TrajectoryResult` names them, and in words.
+SHAPES = {
+    "line_shape_score": "line-shape score",
+    "expodistance": "expodistance",
+    "equidistance": "equidistance",
+}
 # All others are numbers without a unit.
 _UNITS = {
     "norm": "residual stream",
@@ -82,7 +88,7 @@ class TrajectoryResult(Saved):
     perturbation: Perturbation | None
     provenance: dict[str, Any]
     DIMS: ClassVar = {
-        **dict.fromkeys(_TOKEN_MEASURES, "token"),
+        **dict.fromkeys(SHAPES, "token"),
         **dict.fromkeys(("norm", "logit_lens_entropy"), "depth token"),
         **dict.fromkeys(("step_length", "line_shape_score_by_depth"), "layer token"),
         "line_shape_score_windowed": "middle_layer token",
@@ -129,10 +135,25 @@ class TrajectoryResult(Saved):
         }
         if self.logit_lens_entropy is not None:
             columns["logit_lens_entropy"] = ("depth token", self.logit_lens_entropy)
-        columns |= {name: ("token", getattr(self, name)) for name in _TOKEN_MEASURES}
+        columns |= {name: ("token", getattr(self, name)) for name in SHAPES}
         table = tidy_table(columns, {}, self.provenance)
         texts = self._coordinates()["token_text"][1]
         return table.assign(token_text=[texts[token] for token in table["token"]])
+
+    def table(self) -> ShortTable:
+        """Return the means over tokens, a row for each measure."""
+        rows = [
+            [words, _mean_cell(getattr(self, name))] for name, words in SHAPES.items()
+        ]
+        n_pos = len(self.line_shape_score)
+        score = math.sqrt(self.n_layers)
+        title = f"{self.provenance['model']}: trajectories"
+        caption = (
+            f"mean over {plural(n_pos, 'token')}, attention sinks included\n"
+            "score of a straight line: 1\n"
+            f"of random steps: √{self.n_layers} = {score:.2f}"
+        )
+        return ShortTable.of(title, ["measure"], ["mean"], rows, caption)
 
     def _coordinates(self) -> dict[str, Any]:
         """Return what stands along each axis of the dataset."""
@@ -151,9 +172,7 @@ class TrajectoryResult(Saved):
         return coordinates
 
     def _summary(self) -> str:
-        means = ", ".join(
-            _mean_in_words(name, getattr(self, name)) for name in _TOKEN_MEASURES
-        )
+        means = ", ".join(_mean_in_words(name, getattr(self, name)) for name in SHAPES)
         parts = [name for name in _PARTS if getattr(self, name) is not None]
         contents = " and ".join(parts) or "shapes alone"
         return (
@@ -184,6 +203,16 @@ def _inverse_fits(linear: Linearisation) -> dict[str, tuple[list[str], np.ndarra
         f"inverse_singular_value_{name}": (["i"], values.cpu().numpy())
         for name, values in vars(fit).items()
     }
+
+
+def _mean_cell(values: Float[Tensor, " n_pos"]) -> str:
+    """Return the mean over tokens, and for how many it is undefined."""
+    # A token that does not move at a layer has no direction there, and no score.
+    n_undefined = int(values.isnan().sum())
+    if n_undefined == len(values):
+        return "undefined"
+    mean = f"{float(values.nanmean()):.3f}"
+    return f"{mean} ({n_undefined} undefined)" if n_undefined else mean
 
 
 def _mean_in_words(name: str, values: Float[Tensor, "..."]) -> str:

@@ -15,6 +15,7 @@ import torch
 import model_folders
 import tiny
 import tl_coupling as tlc
+from tl_coupling.models.patched_transformers import Reading
 from tl_coupling.models.weights.gguf_contents import CompletedConfig, GgufContents
 
 # transformers reads these files, in one version for both lines of TransformerLens.
@@ -254,6 +255,30 @@ def test_a_head_narrower_than_its_rotation_says_is_refused(path: Path) -> None:
 def test_a_tensor_without_a_place_is_refused_by_name(path: Path, name: str) -> None:
     save_gguf(path, tensors={name: np.ones(32, dtype=np.float32)})
     assert f"holds {name}, for which transformers has no place" in refused(path)
+
+
+def test_what_lacks_is_named_beside_what_has_no_place(path: Path) -> None:
+    """In one message, as of any checkpoint: the check is the same."""
+    save_gguf(path, renamed=("blk.1.ffn_up", "blk.1.ffn_upper"))
+    message = refused(path)
+    assert (
+        "lacks 1 of the 21 weights of a LlamaForCausalLM: model.layers.1.mlp.up"
+        in message
+    )
+    assert "what it holds besides: blk.1.ffn_upper.weight;" in message
+
+
+def test_each_tensor_has_one_weight_as_its_place(path: Path) -> None:
+    plain = save_gguf(path, tensors={"sideways.weight": np.ones(3, dtype=np.float32)})
+    contents = GgufContents.from_file(str(path), path)
+    places = contents.places(plain, Reading((), {}, {}, None))
+    weights = [place.weight for place in places.values()]
+    assert sorted(weights) == sorted([*plain.state_dict(), "sideways.weight"])
+    for tensor, place in places.items():
+        if tensor.name != "sideways.weight":
+            weight = plain.state_dict()[place.weight]
+            assert tensor.shape == tuple(weight.shape)
+            assert tensor.holds_numbers
 
 
 def test_factors_of_another_number_of_pairs_are_refused(path: Path) -> None:

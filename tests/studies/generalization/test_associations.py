@@ -6,7 +6,7 @@ from scipy import stats
 
 import tl_coupling as tlc
 from fake_survey import survey
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.studies.generalization import task_means
 
 

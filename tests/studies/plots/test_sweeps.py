@@ -15,7 +15,7 @@ from PIL import Image
 from scipy import stats
 
 from made_up_results import random_map
-from tl_coupling.plots.labels import off_screen
+from tl_coupling.pictures.labels import off_screen
 from tl_coupling.studies.plots.growth import plot_growth, plot_shapes
 from tl_coupling.studies.plots.sweeps import (
     animate_coupling,

@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from tl_coupling.models.completeness import refuse_unplaced
 from tl_coupling.models.errors import ModelError
+from tl_coupling.models.file_tensors import FileTensor
+from tl_coupling.models.patched_transformers import Place, Reading
 
 if TYPE_CHECKING:
     import gguf
@@ -170,6 +173,61 @@ class GgufContents:
         stored = self.tensors[tensor]
         numbers = dequantize(stored.data, stored.tensor_type)
         return numbers.astype(np.float64).ravel().tolist()
+
+    def places(self, model: Any, reading: Reading) -> dict[FileTensor, Place]:
+        """Return where in a model each tensor is that is to be a weight of it.
+
+        One that is nowhere has its own name as place, which no weight has. Tensors that
+        the configuration was completed by, or compared with, are left out.
+        """
+        elsewhere = self._names_in_configuration(model.config)
+        tensors = [
+            FileTensor(
+                self.name,
+                name,
+                # In which all of them are read.
+                torch.float32,
+                tuple(int(size) for size in reversed(tensor.shape)),
+            )
+            for name, tensor in self.tensors.items()
+            if name not in elsewhere
+        ]
+        if self.architecture in _recent_architectures():
+            places = dict(reading.places)
+        else:
+            places = self._legacy_places(model)
+        return {
+            tensor: places.get(tensor.name, Place(tensor.name, None))
+            for tensor in tensors
+        }
+
+    def _legacy_places(self, model: Any) -> dict[str, Place]:
+        from transformers import modeling_gguf_pytorch_utils as legacy
+
+        processors: Any = legacy.TENSOR_PROCESSORS
+        kind = processors.get(self.architecture, legacy.TensorProcessor)
+        processor = kind(config=model.config.to_dict())
+        weights = legacy.get_gguf_hf_weights_map(model, processor)
+        if self.architecture == "gpt2":
+            # The processor has this name itself.
+            weights["output.weight"] = "lm_head.weight"
+        places = {}
+        for name in self.tensors:
+            # Experts' weights are fused, into one that has no such ending.
+            weight = weights.get(name, weights.get(name.removesuffix(".weight")))
+            if weight is not None:
+                # Several may be fused into one weight: each has a pattern of its own.
+                places[name] = Place(weight, pattern=name)
+        return places
+
+    def _names_in_configuration(self, config: Any) -> set[str]:
+        """Return names of tensors that are no weights of the model."""
+        names = {name for name in self.tensors if _HARMLESS_TENSOR in name}
+        parameters = getattr(config, "rope_parameters", None) or {}
+        is_longrope = parameters.get("rope_type") == "longrope"
+        if is_longrope or self.architecture == "gemma4":
+            names |= {_ROPE_FREQS, _LONG, _SHORT}
+        return names
 
     def refuse(self, unplaced: Iterable[str]) -> None:
         """Raise ModelError on parts of the file that the model would lack; none is
@@ -555,43 +613,6 @@ class CompletedConfig:
         expected = parameters["rope_theta"] ** -exponents / np.asarray(factors)
         if len(angles) != len(factors) or not np.allclose(angles, expected, rtol=1e-4):
             self._refuse_rotation()
-
-
-def check_tensors(
-    contents: GgufContents, model: Any, unexpected: Iterable[str]
-) -> None:
-    """Raise ModelError on tensors that a model was not given, naming them.
-
-    Args:
-        contents: the file.
-        model: what was loaded from it.
-        unexpected: what the model had no place for, as transformers reports.
-    """
-    from transformers import modeling_gguf_pytorch_utils as legacy
-
-    if contents.architecture in _recent_architectures():
-        contents.refuse(unexpected)
-        return
-    processors: Any = legacy.TENSOR_PROCESSORS
-    kind = processors.get(contents.architecture, legacy.TensorProcessor)
-    placed = legacy.get_gguf_hf_weights_map(model, kind(config=model.config.to_dict()))
-    taken = set()
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") == "longrope" or contents.architecture == "gemma4":
-        # They are in the configuration, or were compared with it.
-        taken = {_ROPE_FREQS, _LONG, _SHORT}
-    if contents.architecture == "gpt2":
-        # Under a name of its own.
-        taken.add("output.weight")
-    contents.refuse(
-        name
-        for name in contents.tensors
-        if name not in placed
-        # Experts' weights are fused, into one that has no such ending.
-        and name.removesuffix(".weight") not in placed
-        and name not in taken
-        and _HARMLESS_TENSOR not in name
-    )
 
 
 def _recent_architectures() -> Mapping[str, Callable[..., object]]:

@@ -21,11 +21,7 @@ from tl_coupling.models.cache import cache_root, is_whole, write_copy
 from tl_coupling.models.completeness import LoadedWeights, check_depth, load_whole
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.loaded import version
-from tl_coupling.models.weights.gguf_contents import (
-    CompletedConfig,
-    GgufContents,
-    check_tensors,
-)
+from tl_coupling.models.weights.gguf_contents import CompletedConfig, GgufContents
 from tl_coupling.models.weights.quantized import drop_quantization, needs_package
 from tl_coupling.progress import with_progress
 
@@ -183,9 +179,10 @@ class GgufModel:
             "config": self.config,
         }
         load = AutoModelForCausalLM.from_pretrained
-        self.loaded = load_whole(self.name, load, **self._file, **options)
         assert self.contents is not None
-        check_tensors(self.contents, self.loaded.model, self.loaded.unplaced)
+        self.loaded = load_whole(
+            self.name, load, file=self.contents, **self._file, **options
+        )
         _plain(self.loaded.model)
 
     def _save(self, folder: Path) -> None:

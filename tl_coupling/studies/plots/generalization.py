@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from tl_coupling.arguments import checked
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import Generalization
 from tl_coupling.studies.plots.model_sizes import ModelSizes, sizes_of

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_STEPS
 from tl_coupling.studies.plots.sweeps import (
     SAMPLES,

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.lines import Line2D
 
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 if TYPE_CHECKING:
     import pandas

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox, BboxBase
 
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 _POINTS_PER_INCH = 72
 # Where a name may stand, seen from its point: beside it first, further away where

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from tl_coupling.arguments import checked
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import crossed_mean
 from tl_coupling.studies.redundancy import (

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.measures import MeasureName, mean_name, measured_in, null_name
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import (
     CovariateLine,

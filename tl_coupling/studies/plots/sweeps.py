@@ -19,7 +19,7 @@ from matplotlib.ticker import NullLocator
 
 from tl_coupling.arguments import Count, Positive, checked
 from tl_coupling.measures import MeasureName, mean_name, null_name
-from tl_coupling.plots import draw_arcs, labels, most_arcs, weighted_pairs
+from tl_coupling.pictures import draw_arcs, labels, most_arcs, weighted_pairs
 from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import LEVEL, Interval, crossed_mean
 from tl_coupling.studies.surveys import null_interval_of_coupling, pairs_of_layers

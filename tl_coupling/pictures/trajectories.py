@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace
-from tl_coupling.plots import labels
-from tl_coupling.plots.tokens import positions_to_draw
+from tl_coupling.pictures import labels
+from tl_coupling.pictures.tokens import positions_to_draw
 from tl_coupling.trajectories import attention_sinks, trajectory_pca
 
 # With more tokens, the legend would be higher than the picture: a colour bar instead.

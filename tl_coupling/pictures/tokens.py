@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 
 def positions_to_draw(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.spectra import inverse_singular_value_fit
 from tl_coupling.trajectories import Linearisation, Perturbation, TrajectoryResult
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.directions import Ablation, Rotation, Steering, Subspace
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import CONTROLS, OWN_CONTROLS, RANDOM_FRAMES, ROTATIONS
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import tl_coupling as tlc
 from drawn_texts import drawn_texts, unreadable
 from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 PLOTS = [name for name in tlc.plots.__all__ if name.startswith("plot_")]
 

@@ -11,8 +11,8 @@ from matplotlib.colors import ListedColormap, to_rgb
 from tl_coupling.arguments import Count, Finite, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import AnyMeasure, random_subspace_null
-from tl_coupling.plots import labels
-from tl_coupling.plots.maps import color_scale
+from tl_coupling.pictures import labels
+from tl_coupling.pictures.maps import color_scale
 
 _Maps = CouplingMap | Mapping[str, CouplingMap]
 # In points.

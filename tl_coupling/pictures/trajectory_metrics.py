@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
-from tl_coupling.plots import labels
-from tl_coupling.plots.tokens import positions_to_draw
+from tl_coupling.pictures import labels
+from tl_coupling.pictures.tokens import positions_to_draw
 from tl_coupling.results import RANDOM_STEPS
 from tl_coupling.trajectories import TrajectoryResult, attention_sinks
 

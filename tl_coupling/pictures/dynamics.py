@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.dynamics import Eigenvalues, ProductMap, Products
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_MATRIX, TURNED_BLOCKS
 
 # More planes side by side would be too small to tell the block from the grey dots.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Finite, checked
 from tl_coupling.blocks import Trace
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 # Of the values' colours, and what is left of the picture's contrast below them: both
 # must be seen.

@@ -10,8 +10,8 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 import tl_coupling as tlc
-from tl_coupling.plots import plot_patches
-from tl_coupling.plots.patches import picture_of
+from tl_coupling.pictures import plot_patches
+from tl_coupling.pictures.patches import picture_of
 from vision_models import pixels, vit
 
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import PromptCoupling, PromptMeasure
 from tl_coupling.measures import measure_named
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_BASES
 
 _OVERLAPS = {

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from axes import colour_bar, panels, tick_labels
 from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
-from tl_coupling.plots import (
+from tl_coupling.pictures import (
     paper_style,
     plot_adjacency,
     plot_coupling,
@@ -22,8 +22,8 @@ from tl_coupling.plots import (
     plot_locality,
     plot_singular_values,
 )
-from tl_coupling.plots.labels import off_screen
-from tl_coupling.plots.maps import color_scale
+from tl_coupling.pictures.labels import off_screen
+from tl_coupling.pictures.maps import color_scale
 
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
@@ -438,7 +438,7 @@ def test_a_notebook_shows_every_figure_once():
     setup = (
         "import torch\n"
         "from tl_coupling.comparisons import CouplingMap\n"
-        "from tl_coupling.plots import plot_coupling, plot_coupling_matrices\n"
+        "from tl_coupling.pictures import plot_coupling, plot_coupling_matrices\n"
         "A, one = torch.randn(2, 2, 3, 3), torch.ones(2, 3)\n"
         "of = CouplingMap(A, one, one[:, 0], 8, (0, 1), (0, 1), (0, 0), (0, 0), 'depth', 'ujv', {})"
     )

@@ -16,7 +16,7 @@ from tl_coupling.arguments import Finite, Positive, checked
 from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
 from tl_coupling.influence import Influence, InfluenceMeasure
 from tl_coupling.measures import AnyMeasure, Sides, measure_named
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.trajectories import ResidualAlignment
 

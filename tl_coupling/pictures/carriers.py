@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import Carriers, HeadCoupling
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_AXES
 
 # One colour for each branch, in all pictures.

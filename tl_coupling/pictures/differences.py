@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import Comparison
-from tl_coupling.plots import labels
+from tl_coupling.pictures import labels
 
 # Of the pairs of a layer with itself.
 _HATCHED = {"facecolor": "0.95", "hatch": "/////", "edgecolor": "0.6"}
