@@ -333,8 +333,7 @@ def _summary(
         "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over "
         f"{describe_pairs(diagonal)}",
         "n_prompts": first.n_prompts,
-        # What random subspaces give depends on k alone, so that one null stands for all
-        # runs.
+        # The null depends on k alone, so that one stands for all runs.
         "null": {k: first.null(k, off_diagonal=off_diagonal) for k in ks},
         "null_interval": null_intervals,
         "mean": {role: result.means(ks, diagonal) for role, result in measured.items()},

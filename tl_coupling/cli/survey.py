@@ -210,7 +210,7 @@ def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> ShortTable:
         labels = [row[name] for name in names]
         rows.append([*labels, row["n_prompts"], coupling, null, loss])
     title = f"depth coupling 1 − m̃ (k = {k})"
-    # What is the same in every row goes above them.
+    # A model that is the same in every row is named above them.
     if "model" not in names:
         title += f", {means['model'].iloc[0]}"
     numbers = ("prompts", "coupling", "null", "loss")
