@@ -118,7 +118,7 @@ def _example_names(_example_folder: Path) -> dict[str, Any]:
         "trace": tlc.trace(model, tiny.TOKENS),
         "image_trace": image_trace,
         "prompts": prompts,
-        "data": tlc.run(
+        "data": tlc.run_survey(
             tlc.Survey(models, prompts, settings=settings),
             folder / "survey",
             progress=False,

@@ -85,7 +85,7 @@ def run_released(
 def ours_end_to_end(model: Any, ids: Sequence[int]) -> Maps:
     """Token ids to every measure of both orientations, by public calls."""
     trace = tlc.trace(model, ids, final_norm=True)
-    both = tlc.comparisons.depth_couplings(
+    both = tlc.comparisons.depth_coupling_by_orientation(
         trace, k=max(released.KS), orientations=("ujv", "vju")
     )
     return released_measures(both["ujv"], both["vju"])

@@ -73,7 +73,7 @@ def measure(survey: tlc.Survey, engines: list[str], workers: int) -> dict[str, A
         with tempfile.TemporaryDirectory() as folder:
             start = perf_counter()
             with engine(name, workers, Path(folder, "jobs")) as executor:
-                data = tlc.run(survey, Path(folder, "units"), executor).load()
+                data = tlc.run_survey(survey, Path(folder, "units"), executor).load()
             by_engine[name] = {
                 "seconds": perf_counter() - start,
                 "seconds_in_units": float(data["seconds"].sum()),

@@ -21,7 +21,7 @@ from forking import check_child
 from tl_coupling.files import write_atomically
 from tl_coupling.interrupts import interrupts_held
 from tl_coupling.studies.surveys.executors import process_pool
-from tl_coupling.studies.surveys.survey import Survey, run
+from tl_coupling.studies.surveys.survey import Survey, run_survey
 from tl_coupling.studies.surveys.units import Folder, Unit, plan_digest, record
 
 pytestmark = [
@@ -322,9 +322,9 @@ def test_a_survey_says_so_where_it_has_a_folder_and_keeps_still_where_not(
     with pytest.raises(
         KeyboardInterrupt, match=r"interrupted: .*results keeps 0 of 2 finished"
     ):
-        run(survey, tmp_path / "results", progress=interrupted)
+        run_survey(survey, tmp_path / "results", progress=interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
-        run(survey, progress=interrupted)
+        run_survey(survey, progress=interrupted)
     assert str(caught.value) == ""
 
 

@@ -47,6 +47,25 @@ def test_type_checkers_are_told_the_same() -> None:
     assert told == {name: getattr(tlc, name) for name in dir(tlc)}
 
 
+EARLIER = {
+    "run": "run_survey",
+    "surveys.run": "run_survey",
+    "surveys.movements": "precision_changes",
+    "surveys.one_orientation": "select_orientation",
+    "comparisons.neighbours": "layer_pair",
+    "comparisons.depth_couplings": "depth_coupling_by_orientation",
+}
+
+
+@pytest.mark.parametrize("earlier", EARLIER)
+def test_an_earlier_name_is_the_same_function_in_no_list(earlier: str) -> None:
+    room_name, _, name = earlier.rpartition(".")
+    room: Any = ROOMS[room_name] if room_name else tlc
+    function = getattr(room, name)
+    assert name not in dir(room)
+    assert function.__wrapped__ is getattr(room, EARLIER[earlier])
+
+
 @pytest.mark.parametrize("name", ["plot_nonsense", "nonsense"])
 def test_a_name_that_is_not_there(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):

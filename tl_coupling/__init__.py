@@ -15,7 +15,7 @@ these names, for which any model, prompts, survey and sweep will do::
     trace = tlc.trace(model, "What is the capital of France? The capital is")  # there 8 tokens
     image_trace = tlc.trace(tlc.load_model("google/vit-base-patch16-224"), "image.png")
     prompts = tlc.load_prompts("prompts.jsonl")  # there 4, of 2 tasks
-    data = tlc.run(tlc.Survey({"width8": "models/width8/step2"}, prompts))  # there of 6 models
+    data = tlc.run_survey(tlc.Survey({"a": "models/width8/step2"}, prompts))  # there of 6 models
     sweep = tlc.checkpoint_sweep("models/width16", prompts=prompts)  # a folder of checkpoints
 """
 
@@ -33,16 +33,19 @@ _HOMES = {
     if isinstance(statement, ast.ImportFrom)
     for alias in statement.names
 }
+# Names of earlier versions, which warn: no list has them.
+_EARLIER_HOMES = {"run": "tl_coupling.surveys"}
 __all__ = [name for name, home in _HOMES.items() if home != __name__]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    home = (_HOMES | _EARLIER_HOMES).get(name)
+    if home is None:
         # As Python says it of any module.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _HOMES[name] == __name__:
+    if home == __name__:
         return importlib.import_module(f"{__name__}.{name}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -64,7 +64,7 @@ from tl_coupling.surveys import Settings as Settings
 from tl_coupling.surveys import Survey as Survey
 from tl_coupling.surveys import checkpoint_sweep as checkpoint_sweep
 from tl_coupling.surveys import open_survey as open_survey
-from tl_coupling.surveys import run as run
+from tl_coupling.surveys import run_survey as run_survey
 from tl_coupling.traces import Trace as Trace
 from tl_coupling.traces import trace as trace
 from tl_coupling.traces import trace_modules as trace_modules

@@ -16,7 +16,7 @@ from tl_coupling.comparisons import (
     context_coupling,
     depth_coupling,
     free_end,
-    neighbours,
+    layer_pair,
     self_coupling,
 )
 from tl_coupling.directions import Decoded, decode
@@ -167,7 +167,7 @@ def token_portrait(
     # Which tokens may vary where an end is fixed: in a causal model an output does not
     # depend on later inputs.
     allowed = {end: free_end(trace, end, fixed) for end, fixed in ends.items()}
-    layer, other_layer = neighbours(trace, layer, other_layer)
+    layer, other_layer = layer_pair(trace, layer, other_layer)
     selected: list[int] | None = None
     if positions is not None:
         selected = [trace.position_index(t, "positions") for t in positions]
@@ -294,7 +294,7 @@ def portrait(
         raise ValueError("`k` is empty: wanted at least one number of singular vectors")
     output = trace.position_index(position)
     fixed_input = trace.position_index(input_position, "input_position")
-    layer, other_layer = neighbours(trace, layer, other_layer)
+    layer, other_layer = layer_pair(trace, layer, other_layer)
     ends: dict[End, int] = {"input": fixed_input, "output": output}
     maps = _maps_that_vary(trace, ends)
     # The cheapest first: wrong arguments are reported before the long work.

@@ -177,7 +177,7 @@ def climbed(arguments: argparse.Namespace, corpus: Corpus) -> list[Rung]:
 def survey(planned: tlc.Survey, folder: Path, jobs: int) -> xarray.Dataset:
     """Return what the survey finds; finished units of an earlier run are kept."""
     with tlc.surveys.process_pool(jobs) as pool:
-        return tlc.run(planned, folder, pool, partial(tqdm, desc=folder.name))
+        return tlc.run_survey(planned, folder, pool, partial(tqdm, desc=folder.name))
 
 
 @tlc.plots.off_screen()

@@ -188,7 +188,7 @@ def coupling_at(
     planned = tlc.Survey(
         models, prompts, settings=tlc.Settings(k=(k,), position=position), device="cpu"
     )
-    data = tlc.run(
+    data = tlc.run_survey(
         planned, folder, pool, partial(tqdm, desc=f"coupling at token {position}")
     )
     if failed := json.loads(data.attrs["failed"]):

@@ -83,7 +83,7 @@ def shared_names() -> dict[str, Any]:
         "model": model,
         "trace": tlc.trace(model, PROMPTS["capitals"][0]),
         "prompts": prompts,
-        "data": tlc.run(tlc.Survey(last, prompts, settings=settings), "survey"),
+        "data": tlc.run_survey(tlc.Survey(last, prompts, settings=settings), "survey"),
         "sweep": tlc.checkpoint_sweep(
             "models/width16", prompts=prompts, settings=settings, folder="sweep"
         ),

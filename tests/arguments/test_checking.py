@@ -283,7 +283,7 @@ def test_the_whole_api_is_there() -> None:
 WHOLE = {
     "random_subspace_null": ["k"],
     "depth_coupling": ["k"],
-    "depth_couplings": ["k", "position"],
+    "depth_coupling_by_orientation": ["k", "position"],
     "mean_depth_coupling": ["k"],
     "self_coupling": ["layer", "other_layer", "k"],
     "svd": ["k"],
@@ -473,17 +473,17 @@ def test_positions_are_whole_numbers_or_lists_of_them(
             r"`settings` must be a Settings, got {'k': 3}: `tl_coupling.Settings\(k=…\)` makes one",
         ),
         (
-            lambda t: tlc.run(tlc.Survey(["a"], ["b"]), executor=5),
+            lambda t: tlc.run_survey(tlc.Survey(["a"], ["b"]), executor=5),
             TypeError,
             "`executor` must be an Executor or None, got 5",
         ),
         (
-            lambda t: tlc.run(tlc.Survey(["a"], ["b"]), folder=""),
+            lambda t: tlc.run_survey(tlc.Survey(["a"], ["b"]), folder=""),
             ValueError,
             "`folder` must not be empty",
         ),
         (
-            lambda t: tlc.run(tlc.Survey("gpt2", "w1"), "/nope/\0"),
+            lambda t: tlc.run_survey(tlc.Survey("gpt2", "w1"), "/nope/\0"),
             ValueError,
             "`folder` must be a path without null characters, which no file can have",
         ),

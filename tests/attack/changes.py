@@ -48,7 +48,7 @@ def _changes(
         shutil.copytree(folders[0], model)
         survey = _survey(model, memory)
         results = subject.new_folder()
-        child = Child(partial(tlc.run, survey, results, progress=False))
+        child = Child(partial(tlc.run_survey, survey, results, progress=False))
         child.wait(rng.uniform(0, 0.7) * subject.seconds)
         change = rng.choice(_CHANGES)
         change(model / _WEIGHTS, (folders[1] / _WEIGHTS).read_bytes())
@@ -86,7 +86,7 @@ def _survey(folder: Path, memory: str) -> tlc.Survey:
 
 def _calm(survey: tlc.Survey, folder: Path) -> tuple[object, dict[str, bytes]]:
     """Return what an undisturbed run gives: the whole, and the values of each unit."""
-    undisturbed = without_costs(tlc.run(survey, folder, progress=False))
+    undisturbed = without_costs(tlc.run_survey(survey, folder, progress=False))
     return undisturbed, {name: _values(folder / name) for name in finished(folder)}
 
 

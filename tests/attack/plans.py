@@ -27,13 +27,17 @@ def racing_plans(subject: Subject, rng: random.Random, n: int) -> Iterator[list[
     plan.
     """
     surveys = [subject.survey, _other_survey(subject)]
-    wholes = [without_costs(tlc.run(survey, progress=False)) for survey in surveys]
+    wholes = [
+        without_costs(tlc.run_survey(survey, progress=False)) for survey in surveys
+    ]
     for _ in range(n):
         folder = subject.new_folder()
         event = f"a race for {folder.name}"
         children = []
         for survey in rng.sample(surveys, 2):
-            children.append(Child(partial(tlc.run, survey, folder, progress=False)))
+            children.append(
+                Child(partial(tlc.run_survey, survey, folder, progress=False))
+            )
             children[-1].wait(rng.uniform(0, 0.5) * subject.seconds)
         if rng.random() < 0.3:
             rng.choice(children).signal(signal.SIGKILL)
@@ -110,7 +114,7 @@ def _jobs_left_in(folder: Path, survey: tlc.Survey) -> list[Callable[[], Any]]:
     cluster = _Cluster()
     # Not one unit has been measured.
     with suppress(tlc.ModelError):
-        tlc.run(survey, folder, cluster, progress=False)
+        tlc.run_survey(survey, folder, cluster, progress=False)
     return cluster.jobs
 
 

@@ -36,9 +36,11 @@ class Subject:
         self.survey = tlc.Survey(models, PROMPTS, settings=settings, prompts_per_unit=1)
         self.calm = root / "calm"
         # The first run pays for imports.
-        tlc.run(self.survey, progress=False)
+        tlc.run_survey(self.survey, progress=False)
         start = time.perf_counter()
-        self.whole = without_costs(tlc.run(self.survey, self.calm, progress=False))
+        self.whole = without_costs(
+            tlc.run_survey(self.survey, self.calm, progress=False)
+        )
         self.seconds = time.perf_counter() - start
         self._values = {
             path.name: xarray.load_dataset(path) for path in self.calm.glob("*.nc")
@@ -52,7 +54,7 @@ class Subject:
 
     def run(self, folder: Path, **options: Any) -> None:
         """Start the survey, or resume it."""
-        tlc.run(self.survey, folder, progress=False, **options)
+        tlc.run_survey(self.survey, folder, progress=False, **options)
 
     def start(self, folder: Path, **options: Any) -> Child:
         """Start or resume it in a process of its own."""
@@ -105,7 +107,7 @@ def check_run(survey: tlc.Survey, folder: Path, whole: xarray.Dataset) -> None:
     """Run a survey, start or end: the results must be those of the undisturbed one,
     `without_costs`.
     """
-    data = tlc.run(survey, folder, progress=False)
+    data = tlc.run_survey(survey, folder, progress=False)
     for one in (data, tlc.open_survey(folder)):
         if not without_costs(one).equals(whole):
             raise AssertionError("wrong value")

@@ -61,7 +61,7 @@ def test_maps_are_those_of_blocks_alone(
     def maps(batch: int) -> list[Tensor]:
         traces = [tlc.trace(model, tokens) for tokens in prompts]
         mean = tlc.mean_depth_coupling(traces, 4, batch=batch)
-        both = tlc.comparisons.depth_couplings(
+        both = tlc.comparisons.depth_coupling_by_orientation(
             tlc.trace(model, tiny.TOKENS), 4, batch=batch
         )
         tokens = tlc.depth_coupling(

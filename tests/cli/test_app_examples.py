@@ -120,7 +120,7 @@ def write_checkpoints() -> None:
 def write_survey() -> None:
     """Write a survey of eight models, and scores of them."""
     survey = tlc.Survey(list(WIDTHS), TEXTS[:3], settings=tlc.Settings(k=(10, 30)))
-    tlc.run(survey, "survey/units", progress=False)
+    tlc.run_survey(survey, "survey/units", progress=False)
     scores = [f"{name},{40 + 2 * place}" for place, name in enumerate(WIDTHS)]
     Path("scores.csv").write_text("\n".join(["model,score", *scores]))
 

@@ -235,7 +235,7 @@ def test_scores_of_models_that_were_not_measured(call, given, tmp_path):
 
 
 def test_the_folder_of_a_survey(call, tmp_path):
-    from tl_coupling.studies.surveys.survey import Survey, run
+    from tl_coupling.studies.surveys.survey import Survey, run_survey
 
     models = {}
     for family in ("gpt2", "llama", "gpt_neox"):
@@ -250,7 +250,7 @@ def test_the_folder_of_a_survey(call, tmp_path):
         settings=Settings(k=(4, 8), n_singular_values=4),
         prompts_per_unit=1,
     )
-    data = run(one_model, tmp_path / "survey").load()
+    data = run_survey(one_model, tmp_path / "survey").load()
     status, output, _ = call(
         "--survey", tmp_path / "survey", "--resamples", 100, "--out", tmp_path / "out"
     )

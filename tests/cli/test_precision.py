@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 import tiny
 import tl_coupling as tlc
 from model_folders import save_gguf
-from tl_coupling.studies.surveys import Settings, movements, precision_sweep
+from tl_coupling.studies.surveys import Settings, precision_changes, precision_sweep
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None,
@@ -211,7 +211,7 @@ def test_a_gguf_file_against_the_same_weights(tmp_path: Path) -> None:
         tmp_path / "same", precisions, "w3w4", settings=Settings(k=(4,)), progress=False
     )
     assert data["precision"].values.tolist() == ["float32", "file"]
-    assert max(abs(row.change) for row in movements(data)) < 1e-6
+    assert max(abs(row.change) for row in precision_changes(data)) < 1e-6
 
 
 @pytest.mark.skipif(
@@ -235,7 +235,7 @@ def test_a_gguf_file_of_a_mistral_is_called_a_llama(tmp_path: Path) -> None:
         tmp_path / "same", precisions, "w3w4", settings=Settings(k=(4,)), progress=False
     )
     assert data["precision"].values.tolist() == ["float32", "file"]
-    assert max(abs(row.change) for row in movements(data)) < 1e-6
+    assert max(abs(row.change) for row in precision_changes(data)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_other_commands_quantise(
     # were.
     named = [tlc.Prompt(text, prompt_id) for prompt_id, text in TEXTS.items()]
     survey = tlc.Survey({"it": folder_model}, named, settings=Settings(k=(4,)))
-    tlc.run(survey, tmp_path / "survey" / "units", progress=False)
+    tlc.run_survey(survey, tmp_path / "survey" / "units", progress=False)
     units = {
         path: path.stat().st_mtime_ns
         for path in (tmp_path / "survey" / "units").glob("it@main*")

@@ -24,7 +24,9 @@ def result(tiny_trace: tlc.Trace) -> CouplingMap:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_save_and_load_are_exact(tiny_trace, tmp_path, dtype, as_path):
-    result = tlc.comparisons.depth_couplings(tiny_trace, 6, 3, layers=[1, 0])["vju"]
+    result = tlc.comparisons.depth_coupling_by_orientation(
+        tiny_trace, 6, 3, layers=[1, 0]
+    )["vju"]
     odd = {
         "prompt": 'Ġ "quoted"\n☃',
         "nothing": None,

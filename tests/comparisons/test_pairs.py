@@ -197,7 +197,7 @@ def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
         return original(block, *args)
 
     monkeypatch.setattr(BlockFunction, "jacobians", spy)
-    both = tlc.comparisons.depth_couplings(
+    both = tlc.comparisons.depth_coupling_by_orientation(
         trace, K, MIDDLE, layers=[2, 0], chunk_size=7
     )
     assert calls == [2, 0]
@@ -207,9 +207,9 @@ def test_two_orientations_from_the_same_jacobians(deep, monkeypatch):
             trace, K, MIDDLE, orientation, layers=[2, 0], chunk_size=7
         )
         assert_same(one, single)
-    assert list(tlc.comparisons.depth_couplings(trace, 2, orientations=["vju"])) == [
-        "vju"
-    ]
+    assert list(
+        tlc.comparisons.depth_coupling_by_orientation(trace, 2, orientations=["vju"])
+    ) == ["vju"]
     assert tlc.depth_coupling(trace, 2).orientation == "ujv"
 
 
@@ -605,7 +605,7 @@ def test_bad_arguments_have_one_clear_error_before_any_jacobian(
             "jacobians",
             lambda *_: pytest.fail("a Jacobian was computed"),
         )
-    for function in (tlc.depth_coupling, tlc.comparisons.depth_couplings):
+    for function in (tlc.depth_coupling, tlc.comparisons.depth_coupling_by_orientation):
         with pytest.raises(ValueError, match=message) as error:
             function(deep[0], **options)
         assert "\n" not in str(error.value)
@@ -616,7 +616,7 @@ def test_unknown_orientation(deep):
     for orientation in ("uvj", "UJV", "", None):
         for call in (
             lambda o=orientation: tlc.depth_coupling(deep[0], 2, orientation=o),
-            lambda o=orientation: tlc.comparisons.depth_couplings(
+            lambda o=orientation: tlc.comparisons.depth_coupling_by_orientation(
                 deep[0], 2, orientations=["ujv", o]
             ),
             lambda o=orientation: tlc.coupling_matrix(
@@ -722,7 +722,7 @@ def test_repr_where_a_layer_was_chosen_twice(deep):
 def test_the_embedded_model_against_the_authors_algorithm(smollm2, reference):
     trace = tlc.trace(smollm2, reference["prompt"], final_norm=True)
     assert trace.tokens.tolist() == reference["token_ids"]
-    both = tlc.comparisons.depth_couplings(trace, k=50)
+    both = tlc.comparisons.depth_coupling_by_orientation(trace, k=50)
     ujv, vju = both["ujv"], both["vju"]
     np.testing.assert_allclose(
         ujv.singular_values[:, :10], reference["sigma"], rtol=0, atol=1e-4

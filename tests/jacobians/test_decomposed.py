@@ -82,7 +82,7 @@ def counting(function: Callable, seen: Counter[bytes]) -> Callable:
 def test_two_orientations_take_one_decomposition(
     tiny_trace: tlc.Trace, counts: Counts
 ) -> None:
-    tlc.comparisons.depth_couplings(tiny_trace, K)
+    tlc.comparisons.depth_coupling_by_orientation(tiny_trace, K)
     layers = range(tiny.N_LAYERS)
     assert counts.jacobians == Counter((layer, LAST, LAST) for layer in layers)
     assert counts.totals() == (tiny.N_LAYERS, tiny.N_LAYERS, 0)

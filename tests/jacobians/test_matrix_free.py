@@ -182,9 +182,11 @@ def test_both_orientations_are_of_the_same_triplets(wide_trace, monkeypatch):
         decomposed.append(args)
         return matrix_free(*args)
 
-    exact = tlc.comparisons.depth_couplings(wide_trace, K)
+    exact = tlc.comparisons.depth_coupling_by_orientation(wide_trace, K)
     monkeypatch.setattr("tl_coupling.jacobians.decomposed.matrix_free", counted)
-    found = tlc.comparisons.depth_couplings(wide_trace, K, method="products")
+    found = tlc.comparisons.depth_coupling_by_orientation(
+        wide_trace, K, method="products"
+    )
     assert len(decomposed) == tiny.N_LAYERS
     for orientation in ("ujv", "vju"):
         difference = found[orientation].coupling() - exact[orientation].coupling()
@@ -233,7 +235,7 @@ def test_auto_takes_what_the_plan_says(wide_trace, tokenizer_folder):
     assert WAY not in changed.provenance["svd"]
     for measure in (
         tlc.depth_coupling,
-        tlc.comparisons.depth_couplings,
+        tlc.comparisons.depth_coupling_by_orientation,
         lambda trace, k, **options: tlc.mean_depth_coupling([trace], k, **options),
     ):
         with pytest.raises(ValueError, match="need the Jacobians"):

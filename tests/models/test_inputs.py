@@ -257,7 +257,7 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(
     survey = tlc.Survey(
         {"vit": folder}, prompts, settings=settings, prompts_per_unit=1, untrained=True
     )
-    data = tlc.run(survey, tmp_path / "results", progress=False)
+    data = tlc.run_survey(survey, tmp_path / "results", progress=False)
     expected = tlc.depth_coupling(
         tlc.trace(tlc.load_model(str(folder)), picture), k=4, position=0
     ).mean(4)
@@ -279,7 +279,7 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(
         path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.nc")
     }
     (tmp_path / "results" / "vit@main+0.nc").unlink()
-    again = tlc.run(survey, tmp_path / "results", progress=False)
+    again = tlc.run_survey(survey, tmp_path / "results", progress=False)
     after = {
         path: path.stat().st_mtime_ns for path in (tmp_path / "results").glob("*.nc")
     }
@@ -290,7 +290,7 @@ def test_a_survey_of_images_is_that_of_each_and_resumes(
     # Another picture under the same name is another survey.
     Image.new("RGB", (8, 16), "black").save(tmp_path / "grey.png")
     with pytest.raises(ValueError, match="another"):
-        tlc.run(
+        tlc.run_survey(
             tlc.Survey({"vit": folder}, tlc.load_prompts(file), settings=settings),
             tmp_path / "results",
         )
@@ -313,7 +313,7 @@ def test_a_text_that_names_an_image_is_no_prompt_of_a_survey(
         tlc.ModelError,
         match=f"none of the 1 units could be measured; vit@main: ValueError: {message}",
     ):
-        tlc.run(
+        tlc.run_survey(
             tlc.Survey({"vit": folder}, str(picture), settings=settings),
             tmp_path,
             progress=False,
@@ -353,7 +353,7 @@ def test_an_image_that_changes_during_a_run_is_an_error(
         tlc.ModelError,
         match=r"prompt 'a': the image .*grey.png was changed after this run began",
     ):
-        tlc.run(survey, tmp_path / "results", progress=False)
+        tlc.run_survey(survey, tmp_path / "results", progress=False)
 
 
 @pytest.mark.parametrize(

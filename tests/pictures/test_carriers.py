@@ -74,7 +74,7 @@ def test_branches_are_lines_with_their_shares_of_the_jacobian() -> None:
     ax = plot_carriers_by_depth(result)
     merged = result.by_branch()
     lines = {line.get_label(): line for line in ax.lines}
-    for place, name in enumerate(("attention", "MLP", "MLP of attention")):
+    for place, name in enumerate(("attention", "MLP", "MLP acting on attention")):
         of_diagonal = merged.by_layer("diagonal_share")[:, place]
         of_jacobian = merged.jacobian_share[:, 0, place]
         np.testing.assert_allclose(lines[name].get_ydata(), of_diagonal)
@@ -84,7 +84,7 @@ def test_branches_are_lines_with_their_shares_of_the_jacobian() -> None:
         assert lines[name].get_color() == lines[f"_{name}, of J"].get_color()
         assert list(lines[name].get_xdata()) == [3, 4, 7]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    names = ["attention", "MLP", "MLP of attention"]
+    names = ["attention", "MLP", "MLP acting on attention"]
     assert legend == [*names, "share of J", "95 % of random"]
     bands = {to_rgb(band.get_facecolor()[0]): band for band in ax.collections[:3]}
     for name in names:

@@ -327,7 +327,7 @@ def _released_by_us(
                 for orientation in ("ujv", "vju")
             )
         else:
-            both = tlc.comparisons.depth_couplings(
+            both = tlc.comparisons.depth_coupling_by_orientation(
                 trace, k=k, orientations=("ujv", "vju"), progress=False
             )
             ujv, vju = both["ujv"], both["vju"]

@@ -131,7 +131,7 @@ NOT_SEVERAL = {
     "tl_coupling.surveys.precision_sweep": "makes a Survey of its prompts",
     "tl_coupling.prompts.prompts_per_task": "draws, and takes no mean",
     "tl_coupling.training.jacobians": "is what training.coupling calls",
-    "tl_coupling.comparisons.neighbours": "of tokens of one prompt, each once",
+    "tl_coupling.comparisons.layer_pair": "of tokens of one prompt, each once",
     "tl_coupling.context_coupling": "of tokens of one prompt, each once",
     "tl_coupling.self_coupling": "of tokens of one prompt, each once",
     "tl_coupling.portraits.token_portrait": "of tokens of one prompt, each once",

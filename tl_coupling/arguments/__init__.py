@@ -30,6 +30,7 @@ from tl_coupling.arguments.measuring import (
     others_measuring,
 )
 from tl_coupling.arguments.messages import described, warn_caller
+from tl_coupling.arguments.renamed import renamed
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -53,6 +54,7 @@ __all__ = [
     "made_by",
     "measuring",
     "others_measuring",
+    "renamed",
     "shared_changes",
     "warn_caller",
 ]

@@ -58,7 +58,7 @@ def _parts(value: object) -> Iterable[object]:
     return [value]
 
 
-def warn_caller(message: str) -> None:
+def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line outside this package that led here.
 
     It is found however many calls lie between.
@@ -72,4 +72,4 @@ def warn_caller(message: str) -> None:
             break
         frame = frame.f_back
         level += 1
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

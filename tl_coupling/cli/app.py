@@ -104,7 +104,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-# Of 80 characters, without the margins and ` \\`.
+# The width is 80 characters without the margins and ` \\`.
 _EXAMPLE_WIDTH = 72
 # Within this time after the first signal the command is still busy stopping.
 _STOPPING_SECONDS = 10.0
@@ -190,7 +190,7 @@ def _help_text(docstring: str) -> str:
 
 def _pasteable(example: str) -> str:
     """Break a command only between its options, with a backslash."""
-    # What is in quotes is one word, and a value stays with its option.
+    # Text in quotes is one word, and a value stays with its option.
     words = re.findall(
         r'(?:--[\w-]+\s+(?!-))?(?:"[^"]*"|[^\s"]+)', " ".join(example.split())
     )
@@ -239,7 +239,7 @@ def _message_and_status(error: Exception) -> tuple[str, int]:
     # Typer's own errors say how they are shown.
     if hasattr(error, "format_message"):
         return error.format_message(), error.exit_code  # type: ignore[attr-defined]
-    # What typer makes of an interrupt.
+    # Typer makes this of an interrupt.
     if isinstance(error, typer.Abort):
         return "interrupted", 130
     if isinstance(error, MemoryError):

@@ -93,7 +93,8 @@ def carriers(
         runs = work.measured(setup, untrained, measurement.measure)
         work.save({role: measured.to_save() for role, measured in runs.items()})
         results = {role: measured.carriers for role, measured in runs.items()}
-        # Of the runs, as pictures and tables take them: empty without --heads.
+        # The runs' results in the form that pictures and tables take: empty without
+        # --heads.
         pairs = {
             role: measured.heads
             for role, measured in runs.items()

@@ -64,7 +64,7 @@ def checkpoints(
             write_choices(work, data)
         # The summary, pictures and table are of the orientation that was asked for; the
         # file and the table of choices have both.
-        data = tlc.surveys.one_orientation(data)
+        data = tlc.surveys.select_orientation(data)
         work.finish(_summary(data), _pictures(data))
         # Each frame takes as long as a picture.
         with work.console.stage("drawing the animation …"):

@@ -38,7 +38,8 @@ Pictures = dict[str, Callable[[], object]]
 # File systems may round the time of a file down.
 _CLOCK_SECONDS = 0.01
 _FILES_WIDTH = 79
-# Of pictures. Pages show them at 100 dots an inch; twice as many are sharp everywhere.
+# The resolution of pictures. Pages show them at 100 dots an inch; twice as many are
+# sharp everywhere.
 _DPI = 200
 
 
@@ -169,7 +170,7 @@ class Work:
         except ValueError as error:
             warnings.warn(f"{name} is left out: {error}", stacklevel=2)
             return
-        # Of Axes, their Figure.
+        # Axes are saved as their Figure.
         figure: Any = getattr(drawn, "figure", drawn)
         self.write(name, partial(figure.savefig, dpi=_DPI))
 

@@ -297,7 +297,7 @@ class _Measurement:
         self, run: Run, prompt: Prompt, metric: Metric | None
     ) -> list[CouplingMap]:
         """Return the map in each orientation; that which was asked for comes first."""
-        maps = tlc.comparisons.depth_couplings(
+        maps = tlc.comparisons.depth_coupling_by_orientation(
             run.trace(prompt),
             self.comparing.largest,
             own_position(prompt, self.position),
@@ -333,8 +333,7 @@ def _summary(
         "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over "
         f"{describe_pairs(diagonal)}",
         "n_prompts": first.n_prompts,
-        # What random subspaces give depends on k alone, so that one null stands for all
-        # runs.
+        # The null depends on k alone, so that one stands for all runs.
         "null": {k: first.null(k, off_diagonal=off_diagonal) for k in ks},
         "null_interval": null_intervals,
         "mean": {role: result.means(ks, diagonal) for role, result in measured.items()},

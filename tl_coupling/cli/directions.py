@@ -134,8 +134,8 @@ class _Measurement:
                 )
         subspace = ablation = None
         if self.ablate:
-            # What is shared is found on one half and removed on the other, so that a
-            # fit to the prompts does not count as an effect.
+            # The shared subspace is found on one half of the prompts and removed on the
+            # other, so that a fit to the prompts does not count as an effect.
             middle = len(self.prompts) // 2
             traces = [first, *others][:middle]
             subspace = tlc.directions.shared_subspace(

@@ -120,7 +120,7 @@ def generalization(
             f"`--score-column` {score_column!r} is of a CSV file: give --scores as well"
         )
     with work_in(out) as work, _opened(survey) as opened:
-        data = tlc.surveys.one_orientation(opened, orientation)
+        data = tlc.surveys.select_orientation(opened, orientation)
         if diagonal is not None:
             data = tlc.surveys.with_diagonal(data, diagonal)
         with work.console.stage("resampling models and prompts …"):

@@ -30,7 +30,7 @@ Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well."
 Position = Annotated[
     int, typer.Option(help="Token position; negative counts from the end.")
 ]
-# What help says of a position that is chosen by the kind of prompt.
+# The default that help shows for a position that is chosen by the kind of prompt.
 OWN_POSITION = "[the last; of an image the class token, 0]"
 Batch = Annotated[
     int | None,

@@ -21,7 +21,7 @@ from tl_coupling.studies.surveys import (
     MOVING,
     PRECISIONS,
     Moved,
-    movements,
+    precision_changes,
     precision_sweep,
 )
 
@@ -84,7 +84,7 @@ def precision(
             device=measuring.device,
         )
         work.write("precision.nc", partial(data.to_netcdf, engine="netcdf4"))
-        rows = movements(data)
+        rows = precision_changes(data)
         work.write("table.csv", lambda path: write_rows(path, Moved._fields, rows))
         picture = partial(tlc.plots.plot_precision, data)
         pictures: Pictures = {"precision.png": picture, "precision.svg": picture}

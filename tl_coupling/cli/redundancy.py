@@ -17,7 +17,7 @@ from tl_coupling.studies.redundancy import (
 if TYPE_CHECKING:
     import xarray
 
-# What may predict how much a block is missed.
+# Variables that may predict how much a block is missed.
 _PREDICTORS = ("coupling", "block_influence")
 
 

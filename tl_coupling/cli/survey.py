@@ -108,12 +108,12 @@ def survey(
         **sweep.loading,
     )
     with work_in(out) as work, executor_for(workers, slurm, out / "jobs") as executor:
-        data = tlc.run(survey_of_models, out / UNITS, executor, progress=True)
+        data = tlc.run_survey(survey_of_models, out / UNITS, executor, progress=True)
         # The folder as a whole, with a file for each unit.
         work.written.append(out / UNITS)
         if sweep.all_measures:
             write_choices(work, data)
-        data = tlc.surveys.one_orientation(data)
+        data = tlc.surveys.select_orientation(data)
         tables = {
             k: tlc.generalization.task_means(data, k=k)
             for k in data["k"].values.tolist()
@@ -210,7 +210,7 @@ def _task_table(k: int, means: "pandas.DataFrame", pairs: str) -> ShortTable:
         labels = [row[name] for name in names]
         rows.append([*labels, row["n_prompts"], coupling, null, loss])
     title = f"depth coupling 1 − m̃ (k = {k})"
-    # What is the same in every row goes above them.
+    # A model that is the same in every row is named above them.
     if "model" not in names:
         title += f", {means['model'].iloc[0]}"
     numbers = ("prompts", "coupling", "null", "loss")

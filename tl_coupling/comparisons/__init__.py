@@ -1,13 +1,14 @@
 """Which connections are compared, and the result of comparing them."""
 
 # ruff: noqa: F401
+from tl_coupling.arguments import renamed
 from tl_coupling.comparisons.across_prompts import (
     PromptCoupling,
     PromptMeasure,
     prompt_coupling,
 )
 from tl_coupling.comparisons.carrying import Carriers, Share, carriers, strongest_heads
-from tl_coupling.comparisons.choices import free_end, neighbours
+from tl_coupling.comparisons.choices import free_end, layer_pair
 from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
@@ -21,7 +22,7 @@ from tl_coupling.comparisons.pairs import (
     context_coupling,
     decomposed_layers,
     depth_coupling,
-    depth_couplings,
+    depth_coupling_by_orientation,
     depth_maps,
     maps_of,
     mean_depth_coupling,
@@ -41,15 +42,19 @@ __all__ = [
     "compare",
     "context_coupling",
     "depth_coupling",
-    "depth_couplings",
+    "depth_coupling_by_orientation",
     "frozen_coupling",
     "head_coupling",
     "jacobian_coupling",
+    "layer_pair",
     "mean_depth_coupling",
     "mean_of_maps",
-    "neighbours",
     "part_coupling",
     "prompt_coupling",
     "self_coupling",
 ]
 __dir__ = __all__.copy
+
+# Names of earlier versions.
+neighbours = renamed(layer_pair, "comparisons.neighbours")
+depth_couplings = renamed(depth_coupling_by_orientation, "comparisons.depth_couplings")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PerPair = Float[Tensor, "n_rows n_cols component"]
 Share = Literal["excess", "diagonal_share", "energy_share", "jacobian_share"]
-# What a short table shows, and how many heads it names.
+# The shares that a short table shows, and how many heads it names.
 _SHARES_SHOWN: tuple[Share, ...] = ("diagonal_share", "jacobian_share", "excess")
 _N_HEADS_SHOWN = 5
 # The order of components, behind the heads.

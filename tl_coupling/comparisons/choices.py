@@ -19,7 +19,7 @@ def free_end(trace: Trace, fixed: Literal["input", "output"], position: int) -> 
 
 
 @checked
-def neighbours(
+def layer_pair(
     trace: Trace, layer: int | None = None, other_layer: int | None = None
 ) -> tuple[int, int]:
     """Return two layers to compare tokens at.
@@ -36,7 +36,7 @@ def neighbours(
         ValueError: a layer out of range.
 
     Example:
-        >>> tlc.comparisons.neighbours(trace), tlc.comparisons.neighbours(trace, layer=1)
+        >>> tlc.comparisons.layer_pair(trace), tlc.comparisons.layer_pair(trace, layer=1)
         ((0, 1), (1, 1))
     """
     # The middle of the depth, unless the caller says where.

@@ -274,7 +274,7 @@ def _depth_maps_of_each(
 
 
 @checked
-def depth_couplings(
+def depth_coupling_by_orientation(
     trace: Trace,
     k: int | None = None,
     position: int = -1,
@@ -294,7 +294,7 @@ def depth_couplings(
     Arguments as in `depth_coupling`.
 
     Example:
-        >>> both = tlc.comparisons.depth_couplings(trace, k=4)
+        >>> both = tlc.comparisons.depth_coupling_by_orientation(trace, k=4)
         >>> {orientation: result.k for orientation, result in both.items()}
         {'ujv': 4, 'vju': 4}
     """

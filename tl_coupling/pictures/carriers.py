@@ -24,7 +24,7 @@ _COLORS = {
 _NAMES = {
     "attn_out": "attention",
     "mlp_out": "MLP",
-    "mlp∘attn": "MLP of attention",
+    "mlp∘attn": "MLP acting on attention",
     "skip": "skip connection",
 }
 # More names of heads, pairs or layers than these would touch each other.
@@ -241,7 +241,8 @@ def _null_of_largest(result: HeadCoupling) -> float:
     """
     random = result.null_coupling.nan_to_num(0).numpy()
     n_heads = max(result.layers.count(layer) for layer in set(result.layers))
-    # Of each layer's heads, the largest of as many draws as another layer has heads.
+    # The largest value of each layer's heads over as many draws as another layer has
+    # heads.
     columns = range(0, random.shape[1], n_heads)
     layers = np.asarray(result.layers)
     largest = [

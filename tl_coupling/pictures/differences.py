@@ -10,7 +10,7 @@ from tl_coupling.arguments import checked
 from tl_coupling.comparisons import Comparison
 from tl_coupling.pictures import labels
 
-# Of the pairs of a layer with itself.
+# The look of the pairs of a layer with itself.
 _HATCHED = {"facecolor": "0.95", "hatch": "/////", "edgecolor": "0.6"}
 
 

@@ -571,8 +571,8 @@ def entitle(drawn: Axes | Figure, text: str) -> None:
     if _SURROUNDINGS.get().paper_width is not None:
         return
     first, *rest = plain(text).split("\n")
-    # Of characters of 10 points an inch has about thirteen, of 7 points eighteen. What
-    # has no room in the first line goes on below.
+    # An inch has about thirteen characters of 10 points, and eighteen of 7 points.
+    # Words that have no room in the first line go on below.
     width = _width(drawn)
     head = first.split(" · ")
     while len(head) > 1 and len(" · ".join(head)) > 13 * width:

@@ -56,7 +56,7 @@ def plot_lens_audit(result: LensAudit, *, fig: Figure | None = None) -> Figure:
     needed.set_ylabel("prompts")
     for ax in (distances, needed):
         ax.set_xlabel("layer")
-        # Of a model of two blocks the lens has one layer.
+        # A lens of a model of two blocks has one layer.
         ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         labels.plain_legend(ax, *ax.get_legend_handles_labels(), **labels.ABOVE)
     finding = "nothing speaks against it"
@@ -64,7 +64,7 @@ def plot_lens_audit(result: LensAudit, *, fig: Figure | None = None) -> Figure:
         n_faults = len(result.faults)
         finding = f"{n_faults} fault{'s' if n_faults > 1 else ''} found"
     title = f"Audit of a Jacobian lens: {finding}"
-    # Of several prompts, none is the one that the provenance names.
+    # There are several prompts, and the provenance names no one of them.
     provenance = {"model": result.provenance.get("model")}
     labels.entitle(fig, labels.heading(title, [provenance]))
     return fig
@@ -75,7 +75,7 @@ def _draw_distances(ax: Axes, result: LensAudit) -> None:
     for prompt, distance in enumerate(result.distance):
         label = "_" if prompt else "the lens from each prompt"
         ax.plot(result.layers, distance, label=label, **_PROMPT)
-    # Of fewer than four prompts there is no band: they do not tell.
+    # There is no band for fewer than four prompts: they do not tell.
     if result.farthest.isfinite().all():
         ax.fill_between(
             result.layers,

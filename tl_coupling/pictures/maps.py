@@ -21,12 +21,14 @@ from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.trajectories import ResidualAlignment
 
 _Influences = Influence | Mapping[str, Influence]
-# Of a map of many places, how many are drawn as matrices; and how large.
+# The most places of a map that are drawn as matrices.
 _MOST_PLACES = 5
+# The share of entries that the colour scale holds, and its least end.
 _MOST_ENTRIES = 0.995
 _LEAST_SCALE = 0.12
+# The most rows of a matrix that are drawn unless the caller asks for more.
 _LARGEST_PANEL = 20
-# Of two maps side by side, each has half of the page.
+# Two maps side by side have half of the page each.
 _MOST_LAYERS_OF_TWO = 8
 _MOST_TOKENS_OF_TWO = 14
 # Inches that a name on its side takes.

@@ -15,8 +15,8 @@ from tl_coupling.arguments import Finite, checked
 from tl_coupling.blocks import Trace
 from tl_coupling.pictures import labels
 
-# Of the values' colours, and what is left of the picture's contrast below them: both
-# must be seen.
+# The opacity of the values' colours, and the brightness of the darkest pixel of the
+# picture below them: both must be seen.
 _ALPHA = 0.6
 _DARKEST = 0.4
 _MAX_TICKS = 8

@@ -99,7 +99,7 @@ def plot_trajectories(
     for (name, paths), panels in zip(
         paths_by_name.items(), panels_by_name, strict=True
     ):
-        # Of prompts of different lengths a position is no common token.
+        # A position is no common token of prompts of different lengths.
         n_pos = _stream(paths).shape[1]
         own_sinks = {position for position in sinks if position < n_pos}
         # A short prompt may have too few other tokens.

@@ -30,7 +30,7 @@ class DifferentPrompts:
         self._names: list[str] = []
         self._name_of_identity: dict[object, str] = {}
         self._provenances: list[dict[str, Any]] = []
-        # What the next trace is compared with.
+        # Facts that the next trace is compared with.
         self._reference: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -86,7 +86,8 @@ class DifferentPrompts:
         self._reference = check_one_model(
             self._reference or facts, facts, self._argument
         )
-        # What `trace` did not make says none. Of others the stream may be on disk.
+        # A trace that `trace` did not make has no digest. The stream of others may be
+        # on disk.
         digest = facts.get(INPUT_DIGEST) or digest_of(trace.residual[0])
         self.add({**facts, INPUT_DIGEST: digest}, name or prompt_name(facts))
         self._provenances.append(facts)
@@ -117,7 +118,8 @@ def _identities(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     # Two images may have one name, and two lists of tokens one text.
     called = {"text": facts.get("prompt"), "image": image.get("name")}
     is_known = any(value is not None for value in content.values())
-    # What a model is called with beside a prompt (its `position_ids`) is of the prompt.
+    # Arguments of the model beside a prompt (its `position_ids`) are part of the
+    # prompt.
     beside = json.dumps(facts.get("inputs"), sort_keys=True, default=str)
     for kind, value in (content if is_known else called).items():
         if value is not None:

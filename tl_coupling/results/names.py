@@ -1,6 +1,6 @@
 """Names of controls and nulls: the same in tables, in figures and on pages."""
 
-# Of the conditions that `directions.steer` and `directions.ablate` compare, by their
+# The conditions that `directions.steer` and `directions.ablate` compare, by their
 # `kinds`.
 CONTROLS = {
     "direction": "singular vectors",
@@ -20,14 +20,14 @@ OWN_CONTROLS = CONTROLS | {
     "shared": "own subspace",
     "unshared": "outside it, of the same gain",
 }
-# Of the conditions that `directions.rotate` compares, by their `kinds`.
+# The conditions that `directions.rotate` compares, by their `kinds`.
 ROTATIONS = {
     "together": "one rotation, coupling kept",
     "apart": "one each, coupling destroyed",
     "alone": "one layer rotated",
     "shrunk": "shrunk by cos θ",
 }
-# What results would be if nothing were coupled, by what is drawn at random.
+# Names of nulls, the results if nothing were coupled, by what is drawn at random.
 RANDOM_SUBSPACES = "random subspaces"
 RANDOM_BASES = "random bases, same singular values"
 RANDOM_AXES = "random axes"

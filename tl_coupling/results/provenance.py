@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 Provenance = Mapping[str, Any]
-# What provenances of one model, traced in one way, have in common.
+# Facts that provenances of one model, traced in one way, have in common.
 _MODEL_FACTS = (
     "model",
     "checkpoint",
@@ -18,7 +18,7 @@ _MODEL_FACTS = (
     "spliced",
     "final_norm",
     "hooks",
-    # Of a block: what `part_coupling` compares.
+    # The part of a block that `part_coupling` compares.
     "part",
     # Done to the Jacobians before they were compared.
     "without",

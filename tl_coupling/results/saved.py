@@ -24,7 +24,7 @@ _Result = TypeVar("_Result", bound="Saved")
 _NAMED_IN_TITLE = ["model", "prompt"]
 # The attribute of a file that says what its content was; earlier versions wrote none.
 _DIGEST = "digest"
-# What xarray, netCDF and the results themselves raise where bytes were changed.
+# Errors that xarray, netCDF and the results themselves raise where bytes were changed.
 _DAMAGE_ERRORS = (
     OSError,
     RuntimeError,

@@ -8,7 +8,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import pandas
 
-# What every table says of the result, where it is known.
+# Facts about the result that every table has, where they are known.
 _FACTS = ("model", "prompt")
 
 

@@ -366,7 +366,9 @@ def test_a_sweep_is_a_survey_of_one_model(
     xarray.testing.assert_equal(
         opened.drop_vars(costs).sel(model="run0", drop=True), undisturbed
     )
-    again = tlc.run(tlc.Survey({"run0": run}, PROMPTS, settings=SETTINGS), tmp_path)
+    again = tlc.run_survey(
+        tlc.Survey({"run0": run}, PROMPTS, settings=SETTINGS), tmp_path
+    )
     xarray.testing.assert_identical(again, opened)
 
 

@@ -16,7 +16,7 @@ import xarray
 import slurm_cluster
 import tiny
 from tl_coupling.prompts import Prompt
-from tl_coupling.studies.surveys import Settings, Survey, open_survey, run
+from tl_coupling.studies.surveys import Settings, Survey, open_survey, run_survey
 from tl_coupling.studies.surveys.executors import Preemptible, slurm_executor
 
 submitit = pytest.importorskip("submitit")
@@ -178,12 +178,12 @@ def executor(slurm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 def test_a_rerun_of_a_survey_does_what_killed_and_cancelled_jobs_did_not(
     survey: Survey, executor: Any, tmp_path: Path
 ) -> None:
-    here = run(survey)
+    here = run_survey(survey)
     # One after the other: while the second runs, the first is finished and the third
     # waits.
     executor.update_parameters(slurm_array_parallelism=1)
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(run, survey, tmp_path / "results", executor)
+        first = pool.submit(run_survey, survey, tmp_path / "results", executor)
         wait_until(
             lambda: logs(tmp_path).count("Loading pickle") == 2,
             "the start of the second job",
@@ -205,7 +205,7 @@ def test_a_rerun_of_a_survey_does_what_killed_and_cancelled_jobs_did_not(
     assert list(finished) == [f"{names[0]}@main.nc"]
 
     executor.update_parameters(slurm_array_parallelism=2)
-    data = run(survey, tmp_path / "results", executor).load()
+    data = run_survey(survey, tmp_path / "results", executor).load()
     assert logs(tmp_path).count("Loading pickle") == 4
     assert modified(tmp_path / "results", "*.nc").items() >= finished.items()
     xarray.testing.assert_equal(data.drop_vars(COSTS), here.drop_vars(COSTS))
@@ -229,7 +229,7 @@ def test_an_interrupted_survey_leaves_no_job_behind(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(survey, tmp_path / "results", executor, interrupt)
+        run_survey(survey, tmp_path / "results", executor, interrupt)
     assert len(seen) == 3
     wait_until(lambda: not queue(), "the end of the jobs")
 
@@ -240,7 +240,7 @@ def test_an_interrupted_survey_leaves_no_job_behind(
 def test_the_command_hands_its_units_to_the_cluster(
     survey: Survey, executor: Any, call: Any, tmp_path: Path
 ) -> None:
-    here = run(replace(survey, models=dict(list(survey.models.items())[:1])))
+    here = run_survey(replace(survey, models=dict(list(survey.models.items())[:1])))
     ((name, path),) = [
         (model, path) for model, path in survey.models.items() if model in here["model"]
     ]
@@ -284,7 +284,7 @@ def test_work_that_slurm_refuses_is_one_line(
     with pytest.raises(
         OSError, match=r"^the work could not be submitted \(FailedJobError: .*nowhere"
     ) as caught:
-        run(survey, tmp_path / "results", executor)
+        run_survey(survey, tmp_path / "results", executor)
     assert "\n" not in str(caught.value)
 
 

@@ -20,9 +20,9 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured: list[int] = []
         self.interrupted_at = 0
-        original = tlc.comparisons.depth_couplings
+        original = tlc.comparisons.depth_coupling_by_orientation
 
-        def depth_couplings(
+        def depth_coupling_by_orientation(
             trace: tlc.Trace, *args: object, **options: object
         ) -> object:
             self.measured.append(trace.n_pos)
@@ -31,7 +31,8 @@ class Counted:
             return original(trace, *args, **options)
 
         monkeypatch.setattr(
-            "tl_coupling.studies.surveys.measurements.depth_couplings", depth_couplings
+            "tl_coupling.studies.surveys.measurements.depth_coupling_by_orientation",
+            depth_coupling_by_orientation,
         )
         monkeypatch.setattr("tl_coupling.studies.surveys.kept._SECONDS_BETWEEN", 0)
 
@@ -51,7 +52,7 @@ def interrupted(survey: Survey, counted: Counted, tmp_path: Path) -> Path:
     """A folder of results whose run was interrupted at the third of four prompts."""
     counted.interrupted_at = 3
     with pytest.raises(KeyboardInterrupt, match=r"0 of 1 finished, and 2 prompts of"):
-        tlc.run(survey, tmp_path / "units")
+        tlc.run_survey(survey, tmp_path / "units")
     assert len(counted.measured) == 3
     counted.interrupted_at = 0
     counted.measured.clear()
@@ -61,11 +62,11 @@ def interrupted(survey: Survey, counted: Counted, tmp_path: Path) -> Path:
 def test_a_rerun_measures_the_rest_and_gives_the_same(
     survey, counted, interrupted, tmp_path
 ):
-    data = tlc.run(survey, interrupted)
+    data = tlc.run_survey(survey, interrupted)
     assert counted.measured == [5, 2]
     assert not list(interrupted.glob("*.prompts"))
     counted.measured.clear()
-    undisturbed = tlc.run(survey, tmp_path / "undisturbed")
+    undisturbed = tlc.run_survey(survey, tmp_path / "undisturbed")
     assert counted.measured == [4, 3, 5, 2]
     cost = ["seconds", "peak_memory"]
     xarray.testing.assert_identical(
@@ -81,7 +82,7 @@ def test_a_damaged_prompt_is_measured_again(survey, counted, interrupted):
     content = bytearray(first.read_bytes())
     content[len(content) // 2] ^= 1
     first.write_bytes(bytes(content))
-    tlc.run(survey, interrupted)
+    tlc.run_survey(survey, interrupted)
     assert counted.measured == [4, 5, 2]
 
 
@@ -89,7 +90,7 @@ def test_prompts_of_other_settings_are_not_mixed_in(folder_model, counted, inter
     other = Survey(
         {"model": folder_model}, TEXTS, settings=Settings(k=(3,), n_singular_values=6)
     )
-    data = tlc.run(other, interrupted)
+    data = tlc.run_survey(other, interrupted)
     assert counted.measured == [4, 3, 5, 2]
     assert data["k"].values.tolist() == [3]
     assert not list(interrupted.glob("*.prompts"))
@@ -102,5 +103,5 @@ def test_quick_prompts_are_not_written(survey, counted, monkeypatch, tmp_path):
     with pytest.raises(
         KeyboardInterrupt, match="keeps 0 of 1 finished; run the same again"
     ):
-        tlc.run(survey, tmp_path / "units")
+        tlc.run_survey(survey, tmp_path / "units")
     assert not list((tmp_path / "units").glob("*.prompts"))

@@ -18,7 +18,7 @@ from tl_coupling.measures import MEASURES
 from tl_coupling.studies.surveys import (
     measure_prompts,
     measure_table,
-    one_orientation,
+    select_orientation,
     with_diagonal,
 )
 
@@ -109,7 +109,7 @@ def test_options_of_the_spectral_measure_reach_it(model, p: int) -> None:
 
 def test_the_diagonal_can_be_chosen_before_and_after(model, measured) -> None:
     with_it = measure_prompts(model, PROMPTS, tlc.Settings(k=(2, 4), diagonal=True))
-    without = one_orientation(measured)[list(with_it.data_vars)]
+    without = select_orientation(measured)[list(with_it.data_vars)]
     xarray.testing.assert_allclose(with_diagonal(without), with_it, rtol=1e-5)
     xarray.testing.assert_allclose(with_diagonal(with_it, False), without, rtol=1e-5)
     assert with_diagonal(with_it) is with_it
@@ -140,7 +140,7 @@ def test_the_table_is_the_means_of_the_maps(measured) -> None:
         assert row.mean == pytest.approx(means.mean(), rel=1e-6, abs=1e-7)
         assert row.spread == pytest.approx(means.std(ddof=1), rel=1e-4, abs=1e-7)
         assert math.isfinite(row.null)
-    one = measure_table(one_orientation(measured, "vju").isel(prompt=[0]))
+    one = measure_table(select_orientation(measured, "vju").isel(prompt=[0]))
     assert set(one["orientation"]) == {"vju"}
     assert one["spread"].isna().all()
 
@@ -162,7 +162,7 @@ def test_statistics_and_pictures_follow_the_choice(measured) -> None:
         .mean(("prompt", "layer", "other_layer"))
     )
     np.testing.assert_allclose(study.table["coupling"], means, rtol=1e-6)
-    sweep = with_diagonal(one_orientation(measured)).expand_dims(checkpoint=[1])
+    sweep = with_diagonal(select_orientation(measured)).expand_dims(checkpoint=[1])
     with tlc.plots.off_screen():
         for chosen, said in (
             (sweep, "over all pairs of layers"),
@@ -175,7 +175,7 @@ def test_a_shallower_model_is_read_over_its_own_layers(model, measured) -> None:
     """Beside a deeper one it is filled up with NaN."""
     deep = measured.isel(orientation=0).reindex(layer=range(5), other_layer=range(5))
     joined = xarray.concat([deep, deep], "model").assign(n_layers=("model", [2, 2]))
-    expected = with_diagonal(one_orientation(measured))["null_coupling"]
+    expected = with_diagonal(select_orientation(measured))["null_coupling"]
     np.testing.assert_allclose(
         with_diagonal(joined)["null_coupling"][0], expected, rtol=1e-6
     )
@@ -185,7 +185,7 @@ def test_folders_of_before_these_could_be_chosen_can_go_on(
     folder_model: Path, tmp_path: Path
 ) -> None:
     survey = tlc.Survey(folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,)))
-    before = tlc.run(survey, tmp_path, progress=False)
+    before = tlc.run_survey(survey, tmp_path, progress=False)
     plan = json.loads((tmp_path / "plan.json").read_text())
     # As written before these could be chosen.
     for name in ("measures", "p", "absolute", "diagonal", "digest"):
@@ -202,12 +202,14 @@ def test_folders_of_before_these_could_be_chosen_can_go_on(
                 }
             )
         )
-    xarray.testing.assert_identical(tlc.run(survey, tmp_path, progress=False), before)
+    xarray.testing.assert_identical(
+        tlc.run_survey(survey, tmp_path, progress=False), before
+    )
     with pytest.raises(
         ValueError,
         match=r"holds results of another plan \(diagonal\): wanted .*true.* found .*false",
     ):
-        tlc.run(
+        tlc.run_survey(
             tlc.Survey(
                 folder_model, PROMPTS[:1], settings=tlc.Settings(k=(2,), diagonal=True)
             ),
@@ -232,6 +234,6 @@ def test_choices_that_there_are_not(as_a_user, given: dict, message: str) -> Non
 
 def test_what_was_not_measured_is_said(measured) -> None:
     with pytest.raises(ValueError, match="'vju' was not measured; there is ujv"):
-        one_orientation(one_orientation(measured), "vju")
+        select_orientation(select_orientation(measured), "vju")
     with pytest.raises(ValueError, match="there is no map 'coupling' in the data"):
         with_diagonal(measured.drop_vars("coupling"))

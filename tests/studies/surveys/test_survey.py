@@ -28,7 +28,7 @@ from tl_coupling.studies.surveys import Settings, measure_prompts
 from tl_coupling.studies.surveys.checkpoints import step_order
 from tl_coupling.studies.surveys.executors import process_pool
 from tl_coupling.studies.surveys.results import open_survey
-from tl_coupling.studies.surveys.survey import Survey, run
+from tl_coupling.studies.surveys.survey import Survey, run_survey
 from tl_coupling.studies.surveys.units import Folder
 
 PROMPTS = [
@@ -74,7 +74,7 @@ def survey(models: dict[str, str]) -> Survey:
 def undisturbed(
     survey: Survey, tmp_path_factory: pytest.TempPathFactory
 ) -> xarray.Dataset:
-    return run(survey, tmp_path_factory.mktemp("undisturbed")).load()
+    return run_survey(survey, tmp_path_factory.mktemp("undisturbed")).load()
 
 
 def values_of(data: xarray.Dataset) -> xarray.Dataset:
@@ -142,7 +142,7 @@ def test_prompts_and_units_can_be_shared_out_otherwise(
     survey: Survey, undisturbed: xarray.Dataset
 ) -> None:
     """Without a folder the results are in memory, and nothing is left behind."""
-    data = run(replace(survey, prompts_per_unit=None))
+    data = run_survey(replace(survey, prompts_per_unit=None))
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
@@ -152,7 +152,7 @@ def test_results_are_opened_lazily_only_if_they_are_larger_than_memory(
     undisturbed: xarray.Dataset,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data = run(survey, tmp_path)
+    data = run_survey(survey, tmp_path)
     variables = ("coupling", "loss", "singular_values")
     assert not any(data[name].chunks for name in variables)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
@@ -183,7 +183,7 @@ print(tlc.open_survey(sys.argv[1]).sizes["model"])
 def test_results_open_where_dask_is_not_installed(
     survey: Survey, tmp_path: Path
 ) -> None:
-    run(survey, tmp_path)
+    run_survey(survey, tmp_path)
     ended = subprocess.run(
         [sys.executable, "-c", _WITHOUT_DASK, tmp_path], capture_output=True, text=True
     )
@@ -195,7 +195,7 @@ def test_a_process_pool_gives_the_same_bits(
     survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
     with process_pool(2) as executor:
-        data = run(survey, tmp_path, executor)
+        data = run_survey(survey, tmp_path, executor)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
@@ -214,7 +214,7 @@ def test_dask_gives_the_same_bits(
         distributed.LocalCluster(**options) as cluster,
         distributed.Client(cluster) as client,
     ):
-        data = run(survey, tmp_path, client)
+        data = run_survey(survey, tmp_path, client)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
@@ -229,12 +229,12 @@ from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from test_survey import PROMPTS, SETTINGS
 from tl_coupling.studies.surveys.executors import process_pool
-from tl_coupling.studies.surveys.survey import Survey, run
+from tl_coupling.studies.surveys.survey import Survey, run_survey
 
 if __name__ == "__main__":
     survey = Survey(json.loads(sys.argv[1]), PROMPTS, settings=SETTINGS, prompts_per_unit=2)
     with process_pool(1) as executor:
-        run(survey, sys.argv[2], executor)
+        run_survey(survey, sys.argv[2], executor)
 """
 
 
@@ -282,7 +282,7 @@ def test_a_killed_process_loses_nothing_finished(
         if name.endswith(".nc") and name[0] != "."
     }
     assert finished_units
-    data = run(survey, folder)
+    data = run_survey(survey, folder)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
     units_after = {
         name: content
@@ -300,7 +300,7 @@ def test_a_killed_process_loses_nothing_finished(
         name: content[0] for name, content in finished_units.items()
     }
     again = state(folder)
-    run(survey, folder)
+    run_survey(survey, folder)
     assert state(folder) == again
 
 
@@ -308,7 +308,7 @@ def test_checkpoints_and_untrained_twins(
     models: dict[str, str], undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
     """Training steps alone are numbers; beside a model as it is they are text."""
-    steps = run(
+    steps = run_survey(
         Survey({"run": models["run"]}, PROMPTS, settings=SETTINGS), tmp_path
     ).load()
     assert steps["checkpoint"].values.tolist() == [0, 100]
@@ -321,7 +321,7 @@ def test_checkpoints_and_untrained_twins(
         untrained=True,
         settings=SETTINGS,
     )
-    data = run(both, tmp_path).load()
+    data = run_survey(both, tmp_path).load()
     assert data["model"].values.tolist() == ["run", "two"]
     assert data["checkpoint"].values.tolist() == ["0", "100", "main", "untrained"]
     np.testing.assert_array_equal(
@@ -373,13 +373,13 @@ def test_a_model_that_fails_fails_alone_and_a_rerun_completes(
         UserWarning,
         match=r"2 of 4 units failed .*: three@main\+0, three@main\+2: ModelError",
     ):
-        data = run(broken, tmp_path / "results")
+        data = run_survey(broken, tmp_path / "results")
     assert data["model"].values.tolist() == ["two"]
     assert set(json.loads(data.attrs["failed"])) == {"three@main+0", "three@main+2"}
     state_before = state(tmp_path / "results")
     for path in Path(models["three"]).iterdir():
         (link / path.name).write_bytes(path.read_bytes())
-    data = run(broken, tmp_path / "results")
+    data = run_survey(broken, tmp_path / "results")
     xarray.testing.assert_equal(values_of(data), values_of(undisturbed))
     after = state(tmp_path / "results")
     assert all(
@@ -394,7 +394,7 @@ def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
         ModelError,
         match="none of the 1 units could be measured; no%2Fmodel@main: ModelError",
     ):
-        run(Survey(["no/model"], PROMPTS), tmp_path)
+        run_survey(Survey(["no/model"], PROMPTS), tmp_path)
     with pytest.raises(
         ValueError, match="holds no finished results: run the survey first"
     ):
@@ -404,7 +404,7 @@ def test_nothing_measured_is_an_error(tmp_path: Path) -> None:
 def test_results_of_another_survey_are_not_overwritten(
     survey: Survey, models: dict[str, str], tmp_path: Path
 ) -> None:
-    run(survey, tmp_path)
+    run_survey(survey, tmp_path)
     state_before = state(tmp_path)
     other_plans = {
         r"another plan \(prompts\)": replace(survey, prompts=PROMPTS[:2]),
@@ -416,13 +416,13 @@ def test_results_of_another_survey_are_not_overwritten(
     }
     for message, other_survey in other_plans.items():
         with pytest.raises(ValueError, match=message):
-            run(other_survey, tmp_path)
+            run_survey(other_survey, tmp_path)
     with pytest.raises(ValueError, match="another plan"):
         tlc.checkpoint_sweep(
             models["run"], prompts=PROMPTS, settings=SETTINGS, folder=tmp_path
         )
     assert state(tmp_path) == state_before
-    more = run(replace(survey, models={"four": models["two"]}), tmp_path)
+    more = run_survey(replace(survey, models={"four": models["two"]}), tmp_path)
     assert more["model"].values.tolist() == ["four", "three", "two"]
     assert {
         name: content
@@ -438,7 +438,7 @@ def test_two_models_are_not_taken_together_under_one_name(
     one name.
     """
     of_one_prompt = {"prompts": PROMPTS[:1], "settings": SETTINGS}
-    run(
+    run_survey(
         Survey({"name": models["run"]}, checkpoints=[100], **of_one_prompt),
         tmp_path / "results",
     )
@@ -447,7 +447,9 @@ def test_two_models_are_not_taken_together_under_one_name(
         "holds results of '.*run' as 'name', asked for is '.*two': give it another name"
     )
     with pytest.raises(ValueError, match=message):
-        run(Survey({"name": models["two"]}, **of_one_prompt), tmp_path / "results")
+        run_survey(
+            Survey({"name": models["two"]}, **of_one_prompt), tmp_path / "results"
+        )
     same_named_run = tmp_path / "run"
     shutil.copytree(Path(models["run"]) / "step0", same_named_run / "step0")
     tlc.checkpoint_sweep(
@@ -467,11 +469,13 @@ def test_two_models_are_not_taken_together_under_one_name(
     )
     assert more["checkpoint"].values.tolist() == [0, 100]
     with pytest.warns(UserWarning, match="1 of 2 units failed"):
-        run(
+        run_survey(
             Survey({"two": models["two"], "three": "no/three"}, **of_one_prompt),
             tmp_path / "free",
         )
-    free = run(Survey({"three": models["three"]}, **of_one_prompt), tmp_path / "free")
+    free = run_survey(
+        Survey({"three": models["three"]}, **of_one_prompt), tmp_path / "free"
+    )
     assert free["model"].values.tolist() == ["three", "two"]
 
 
@@ -534,7 +538,7 @@ def test_a_local_model_that_changes_between_units_is_an_error(
     with pytest.warns(
         UserWarning, match=f"2 of 3 units failed .*{CHANGED.format(name)}"
     ):
-        data = run(survey, tmp_path / "results", progress=progress)
+        data = run_survey(survey, tmp_path / "results", progress=progress)
     first = measure_prompts(tlc.load_model(str(original)), PROMPTS[:1], SETTINGS)
     assert data.loss.isnull().squeeze().values.tolist() == [False, True, True]
     np.testing.assert_array_equal(
@@ -544,11 +548,11 @@ def test_a_local_model_that_changes_between_units_is_an_error(
     state_before = state(tmp_path / "results")
     message = rf"holds results of .*own, where '{name}' is another file now: restore it, or measure the new model in"
     with pytest.raises(ValueError, match=message):
-        run(survey, tmp_path / "results")
+        run_survey(survey, tmp_path / "results")
     assert state(tmp_path / "results") == state_before
     shutil.copytree(original, own_model, dirs_exist_ok=True)
-    whole = run(survey, tmp_path / "results")
-    expected = run(replace(survey, models={"own": original}))
+    whole = run_survey(survey, tmp_path / "results")
+    expected = run_survey(replace(survey, models={"own": original}))
     np.testing.assert_array_equal(whole.coupling, expected.coupling)
 
 
@@ -563,7 +567,7 @@ def test_a_local_model_that_changes_while_it_is_loaded_is_an_error(
 
     monkeypatch.setattr("tl_coupling.studies.surveys.survey.load_model", loaded)
     with pytest.raises(ModelError, match=CHANGED.format("model.safetensors")):
-        run(Survey({"own": own_model}, PROMPTS[:1], settings=SETTINGS))
+        run_survey(Survey({"own": own_model}, PROMPTS[:1], settings=SETTINGS))
 
 
 def touch(folder: Path) -> None:
@@ -588,7 +592,7 @@ def test_a_model_that_is_the_same_is_not_refused(
     own_model: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     survey = Survey({"own": own_model}, PROMPTS, settings=SETTINGS, prompts_per_unit=1)
-    expected = run(survey)
+    expected = run_survey(survey)
 
     def progress(units):
         for i, unit in enumerate(units):
@@ -596,10 +600,10 @@ def test_a_model_that_is_the_same_is_not_refused(
                 change(own_model)
             yield unit
 
-    data = run(survey, tmp_path / "results", progress=progress)
+    data = run_survey(survey, tmp_path / "results", progress=progress)
     xarray.testing.assert_identical(values_of(data), values_of(expected))
     state_before = state(tmp_path / "results")
-    run(survey, tmp_path / "results")
+    run_survey(survey, tmp_path / "results")
     assert state(tmp_path / "results") == state_before
 
 
@@ -608,7 +612,7 @@ def test_results_that_do_not_say_which_files_they_are_of_are_kept(
 ) -> None:
     """Those of earlier versions."""
     survey = Survey({"own": own_model}, PROMPTS[:1], settings=SETTINGS)
-    run(survey, tmp_path / "results")
+    run_survey(survey, tmp_path / "results")
     path = tmp_path / "results" / "own@main.json"
     content = json.loads(path.read_text())
     assert set(content["files"]) >= {
@@ -620,7 +624,7 @@ def test_results_that_do_not_say_which_files_they_are_of_are_kept(
     path.write_text(json.dumps(content))
     touch(own_model)
     state_before = state(tmp_path / "results")
-    run(survey, tmp_path / "results")
+    run_survey(survey, tmp_path / "results")
     assert state(tmp_path / "results") == state_before
 
 
@@ -640,7 +644,7 @@ def test_a_path_that_begins_with_a_dot_is_not_hidden(
     models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(models["two"]).parent)
-    data = run(Survey(["./two"], PROMPTS[:1], settings=SETTINGS), tmp_path)
+    data = run_survey(Survey(["./two"], PROMPTS[:1], settings=SETTINGS), tmp_path)
     assert data["model"].values.tolist() == ["./two"]
 
 
@@ -652,16 +656,18 @@ def test_two_spellings_of_a_path_are_not_two_models(
         ValueError, match=r"must be different folders, got \['two', './two'\]"
     ):
         Survey(["two", "./two"], PROMPTS)
-    run(Survey(["two"], PROMPTS[:1], settings=SETTINGS), tmp_path)
+    run_survey(Survey(["two"], PROMPTS[:1], settings=SETTINGS), tmp_path)
     for spelling in ("./two", "../models0/two", models["two"]):
         spelling = spelling.replace("models0", Path.cwd().name)
         with pytest.raises(
             ValueError,
             match=r"holds results of '.*two' as 'two': ask for it by that name, got ",
         ):
-            run(Survey([spelling], PROMPTS[:1], settings=SETTINGS), tmp_path)
+            run_survey(Survey([spelling], PROMPTS[:1], settings=SETTINGS), tmp_path)
     # Names that somebody chose are meant.
-    named = run(Survey({"another": "./two"}, PROMPTS[:1], settings=SETTINGS), tmp_path)
+    named = run_survey(
+        Survey({"another": "./two"}, PROMPTS[:1], settings=SETTINGS), tmp_path
+    )
     assert sorted(named["model"].values.tolist()) == ["another", "two"]
 
 
@@ -669,7 +675,7 @@ def test_threads_share_a_folder(
     survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
     with ThreadPoolExecutor(3) as executor:
-        data = run(replace(survey, prompts_per_unit=1), tmp_path, executor)
+        data = run_survey(replace(survey, prompts_per_unit=1), tmp_path, executor)
     xarray.testing.assert_identical(values_of(data), values_of(undisturbed))
 
 
@@ -686,8 +692,10 @@ def test_threads_get_the_untrained_twins_that_one_alone_gets(
     )
     with_twins = replace(with_twins, prompts_per_unit=1)
     with ThreadPoolExecutor(4) as executor:
-        together = run(with_twins, executor=executor)
-    xarray.testing.assert_identical(values_of(together), values_of(run(with_twins)))
+        together = run_survey(with_twins, executor=executor)
+    xarray.testing.assert_identical(
+        values_of(together), values_of(run_survey(with_twins))
+    )
 
 
 def test_revisions_are_in_the_order_of_their_steps() -> None:
@@ -707,7 +715,7 @@ def test_revisions_are_in_the_order_of_their_steps() -> None:
 def test_results_that_were_damaged_since_are_said(
     survey: Survey, tmp_path: Path
 ) -> None:
-    run(survey, tmp_path)
+    run_survey(survey, tmp_path)
     path = tmp_path / "two@main+0.nc"
     path.write_bytes(path.read_bytes()[:-10])
     (tmp_path / "three@main+0.json").write_text('{"what": {}, "status": "finished"}')
@@ -722,7 +730,7 @@ def test_results_that_were_damaged_since_are_said(
         True,
         False,
     ]
-    assert not run(survey, tmp_path).loss.isnull().any()
+    assert not run_survey(survey, tmp_path).loss.isnull().any()
 
 
 @pytest.mark.parametrize("prompts_per_unit", [2, None])
@@ -734,7 +742,7 @@ def test_units_of_different_versions_open_and_are_named(
 ) -> None:
     """As after an upgrade between two runs: within one model, or between two."""
     survey_in_units = replace(survey, prompts_per_unit=prompts_per_unit)
-    run(survey_in_units, tmp_path)
+    run_survey(survey_in_units, tmp_path)
     key = survey_in_units.units()[0].key
     path, record = tmp_path / f"{key}.nc", tmp_path / f"{key}.json"
     data = xarray.load_dataset(path)
@@ -764,7 +772,7 @@ def test_units_of_different_versions_open_and_are_named(
     np.testing.assert_array_equal(opened.coupling, undisturbed.coupling)
     with pytest.warns(UserWarning, match="were not all measured alike"):
         assert (
-            run(survey_in_units, tmp_path).attrs["provenance_by_unit"]
+            run_survey(survey_in_units, tmp_path).attrs["provenance_by_unit"]
             == opened.attrs["provenance_by_unit"]
         )
 
@@ -774,10 +782,10 @@ def test_failures_of_earlier_runs_are_not_those_of_this_one(
 ) -> None:
     of_one_prompt = {"prompts": PROMPTS[:1], "settings": SETTINGS}
     with pytest.warns(UserWarning, match="1 of 2 units failed"):
-        run(
+        run_survey(
             Survey({"two": models["two"], "thre": "no/thre"}, **of_one_prompt), tmp_path
         )
-    data = run(
+    data = run_survey(
         Survey({"two": models["two"], "three": models["three"]}, **of_one_prompt),
         tmp_path,
     )
@@ -799,7 +807,7 @@ def test_prompts_that_can_be_walked_through_once_are_kept(
 def test_the_folder_of_the_command_opens_too(
     survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path
 ) -> None:
-    run(survey, tmp_path / "units")
+    run_survey(survey, tmp_path / "units")
     xarray.testing.assert_identical(
         values_of(open_survey(tmp_path)), values_of(undisturbed)
     )
@@ -857,5 +865,5 @@ def test_prompts_of_a_unit_have_a_bar_of_their_own_by_default(
             {"executor": executor},
         ):
             with pytest.raises(ModelError, match="enough"):
-                run(Survey(["a"], ["w1"]), **options)
+                run_survey(Survey(["a"], ["w1"]), **options)
     assert seen == [None, False, False, False]

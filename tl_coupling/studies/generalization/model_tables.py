@@ -19,7 +19,7 @@ from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.files import of_cell
 from tl_coupling.measures import mean_name, null_name
 from tl_coupling.statistics import check_size, family_codes
-from tl_coupling.studies.surveys import UNTRAINED, one_orientation, step_order
+from tl_coupling.studies.surveys import UNTRAINED, select_orientation, step_order
 
 # In place of a checkpoint: each model's own last.
 LAST = "last"
@@ -374,7 +374,7 @@ def load_needed(
 
     Maps of pairs of layers are not read.
     """
-    data = one_orientation(data)
+    data = select_orientation(data)
     _check_names(data)
     variable = mean_name(measure)
     if variable not in data or not {"k", "prompt"} <= set(data[variable].dims):

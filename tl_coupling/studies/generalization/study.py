@@ -90,7 +90,7 @@ def generalization_study(
     prompts differ for that reason alone.
 
     Args:
-        data: a survey: what `run` or `measure_prompts` gives, along `model` and
+        data: a survey: what `run_survey` or `measure_prompts` gives, along `model` and
             `checkpoint`.
         scores: from `read_scores`; or `"loss"`, the mean loss on the same prompts in
             nats per token: lower is better, and models with different tokenizers cannot
@@ -100,7 +100,7 @@ def generalization_study(
             measured.
         diagonal: whether means are over all pairs of layers, as in the paper, or over
             different ones; by default as they were measured. Of two orientations the
-            first is taken: `surveys.one_orientation` gives the other.
+            first is taken: `surveys.select_orientation` gives the other.
         score: which column of `scores`.
         checkpoint: of all models; by default the last of the survey, models that were
             not measured there being left out and named; "last" for each model's own

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _MARKERS = tuple(labels.MARKERS.values())
 # With more a legend is not read any more.
 _MAX_NAMED = 10
-# What tells a table of `task_means` from another one.
+# Columns by which a table of `task_means` is known.
 _COLUMNS_OF_TASK_MEANS = {
     "model",
     "checkpoint",

@@ -61,7 +61,7 @@ def name_points(
             va="bottom",
             parse_math=False,
         )
-        # Of the text alone: that of an annotation would include its line.
+        # The size is that of the text alone: an annotation's would include its line.
         size = np.array(Text.get_window_extent(label).size)
         corners = [
             # Lower left corner: `direction - 1` moves the name by its whole size for

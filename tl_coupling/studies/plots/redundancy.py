@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xarray
 
 
-# Of changed blocks; not the colours of trained and untrained models.
+# The colours of changed blocks, none of which is that of trained or untrained models.
 _COLORS = {
     "dropped": labels.GREEN,
     "swapped": labels.PINK,
@@ -36,7 +36,7 @@ _PANEL_HEIGHT = 1.9
 # Some blocks cost a hundred times what others do: where one costs this many times the
 # median, the axis is logarithmic beyond it.
 _FAR_ABOVE = 10.0
-# Of fewer blocks a rank correlation says nothing.
+# A rank correlation of fewer blocks says nothing.
 _FEWEST_RANKED = 5
 _TITLE = "Change in loss without a block, or with blocks changed"
 _RANKS = "ρ: Spearman's, of all blocks and without first and last (hollow)"

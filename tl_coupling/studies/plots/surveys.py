@@ -34,7 +34,7 @@ _CHANCE_LINE = {**labels.NULL_LINE, "linestyle": ":"}
 _MOST_MODELS = 10
 _MOST_ROWS = 4
 _MOST_COLUMNS = 2
-# Of a scatter, so many models are named: those furthest from the line.
+# So many models of a scatter are named: those furthest from the line.
 _MOST_NAMED = 5
 # Covariates in words. Axes of logarithms have the numbers themselves at their ticks.
 _COVARIATES = {
@@ -280,7 +280,8 @@ def _draw_profile(
     if not values.size:
         return
     low, middle, high = np.nanquantile(values, _QUARTILES, axis=0)
-    # What is not of every depth is of every step, and stands where the step ends.
+    # Values that are not of every depth are of every step, and stand where the step
+    # ends.
     first_depth = 0 if "depth" in run.values[name].dims else 1
     depth = np.arange(len(middle)) + first_depth
     # Models of different depths share one axis, from the embedding to the last block.

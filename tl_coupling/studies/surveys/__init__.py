@@ -1,6 +1,7 @@
 """Many measurements: surveys of models, sweeps over checkpoints, and what runs them."""
 # ruff: noqa: F401
 
+from tl_coupling.arguments import renamed
 from tl_coupling.prompts import as_prompts
 from tl_coupling.studies.surveys.checkpoints import (
     Checkpoint,
@@ -16,7 +17,7 @@ from tl_coupling.studies.surveys.precision import (
     MOVING,
     PRECISIONS,
     Moved,
-    movements,
+    precision_changes,
     precision_sweep,
 )
 from tl_coupling.studies.surveys.readings import (
@@ -24,13 +25,18 @@ from tl_coupling.studies.surveys.readings import (
     joined,
     measure_table,
     null_interval_of_coupling,
-    one_orientation,
     pairs_of_layers,
+    select_orientation,
     with_diagonal,
 )
 from tl_coupling.studies.surveys.results import UNITS, open_survey
 from tl_coupling.studies.surveys.settings import PAPER_PROMPT, Settings
-from tl_coupling.studies.surveys.survey import UNTRAINED, Survey, checkpoint_sweep, run
+from tl_coupling.studies.surveys.survey import (
+    UNTRAINED,
+    Survey,
+    checkpoint_sweep,
+    run_survey,
+)
 from tl_coupling.studies.surveys.variables import loss, measures, measures_of_maps
 
 __all__ = [
@@ -40,13 +46,18 @@ __all__ = [
     "local_checkpoints",
     "measure_prompts",
     "measure_table",
-    "movements",
-    "one_orientation",
     "open_survey",
+    "precision_changes",
     "precision_sweep",
     "process_pool",
     "pythia_steps",
-    "run",
+    "run_survey",
+    "select_orientation",
     "slurm_executor",
     "with_diagonal",
 ]
+
+# Names of earlier versions.
+movements = renamed(precision_changes, "surveys.movements")
+one_orientation = renamed(select_orientation, "surveys.one_orientation")
+run = renamed(run_survey, "surveys.run")

@@ -164,7 +164,7 @@ def slurm_executor(folder: AnyPath, **parameters: int | str) -> Executor:
         >>> try:
         ...     executor = tlc.surveys.slurm_executor("logs", partition="gpu")
         ... except ValueError:
-        ...     # No SLURM here: `tlc.run(survey, folder, None)` measures in this process.
+        ...     # No SLURM here: `tlc.run_survey(survey, folder, None)` measures in this process.
         ...     executor = None
     """
     try:
@@ -199,13 +199,13 @@ class WorkerDied(RuntimeError):
 @checked
 class ProcessPool(concurrent.futures.Executor):
     """A pool of processes on this machine that share its cores evenly; an executor for
-    `run`.
+    `run_survey`.
 
     A script that uses one must put its top-level code under `if __name__ ==
     "__main__":`, because each process imports it. A call whose process is killed is
     made once more, in a new one; other calls do not notice. The processes ignore Ctrl-C
     and end with this one, even if it is killed. When `with` is left by an error or
-    `run` by an interrupt, they are killed, and the next call starts new ones.
+    `run_survey` by an interrupt, they are killed, and the next call starts new ones.
     ValueError for more than 4 workers a core, where that is over 32.
 
     Example:

@@ -7,7 +7,7 @@ from torch import nn
 
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import Trace, trace
-from tl_coupling.comparisons import depth_couplings
+from tl_coupling.comparisons import depth_coupling_by_orientation
 from tl_coupling.measures import Metric, stream_metric
 from tl_coupling.models import context_length, reads_pixels, tokenize
 from tl_coupling.progress import Progress, with_progress
@@ -129,7 +129,7 @@ def _measure_prompt(
     traced: Trace, settings: Settings, metric: Metric | None
 ) -> "xarray.Dataset":
     """Return every measure of one traced prompt; each Jacobian is computed once."""
-    maps = depth_couplings(
+    maps = depth_coupling_by_orientation(
         traced,
         settings.largest(traced.d_model),
         settings.position,

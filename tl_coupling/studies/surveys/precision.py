@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import xarray
 
 PRECISIONS = ("float32", "bfloat16", "int8", "nf4")
-# The rows of `movements`, in this order.
+# The measures of `precision_changes`, in this order.
 MOVING = {
     mean_name("coupling"): MEASURES["coupling"].words,
     mean_name("normalized_miscoupling"): MEASURES["normalized_miscoupling"].words,
@@ -327,7 +327,7 @@ def _joined_precisions(
 
 
 @checked
-def movements(data: "xarray.Dataset") -> list[Moved]:
+def precision_changes(data: "xarray.Dataset") -> list[Moved]:
     """Return how far each measure moves, one row for each measure, k and precision.
 
     Args:
@@ -341,7 +341,7 @@ def movements(data: "xarray.Dataset") -> list[Moved]:
         >>> weights = ("models/width16/step2", ["float32", "bfloat16"])
         >>> how = {"settings": tlc.Settings(k=(2, 4)), "folder": "rounded"}
         >>> data = tlc.surveys.precision_sweep(*weights, prompts, **how, progress=False)
-        >>> tlc.surveys.movements(data)[0][:3]
+        >>> tlc.surveys.precision_changes(data)[0][:3]
         ('mean_coupling', 2, 'float32')
     """
     rows: list[Moved] = []

@@ -46,7 +46,7 @@ def with_diagonal(data: "xarray.Dataset", diagonal: bool = True) -> "xarray.Data
     stay as they are. Pairs that are undefined are left out of a mean.
 
     Args:
-        data: of `measure_prompts`, `run`, `open_survey` or `checkpoint_sweep`.
+        data: of `measure_prompts`, `run_survey`, `open_survey` or `checkpoint_sweep`.
         diagonal: whether pairs `l = l'` count.
 
     Raises ValueError for data without maps.
@@ -132,7 +132,7 @@ def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
 
 
 @checked
-def one_orientation(
+def select_orientation(
     data: "xarray.Dataset", orientation: Orientation | None = None
 ) -> "xarray.Dataset":
     """Return data of one orientation, by default the first that was measured.
@@ -142,7 +142,7 @@ def one_orientation(
     Example:
         >>> settings = tlc.Settings(k=(4,), orientation=("ujv", "vju"))
         >>> both = tlc.surveys.measure_prompts(model, "w1 w2 w3", settings)
-        >>> tlc.surveys.one_orientation(both, "vju").mean_coupling.dims
+        >>> tlc.surveys.select_orientation(both, "vju").mean_coupling.dims
         ('prompt', 'k')
     """
     measured = orientations_of(data)
@@ -198,7 +198,7 @@ def measure_table(data: "xarray.Dataset") -> "pandas.DataFrame":
     for diagonal, pairs in PAIRS.items():
         pairs_data = with_diagonal(data, diagonal)
         for orientation in orientations_of(data):
-            choice_data = one_orientation(pairs_data, orientation)
+            choice_data = select_orientation(pairs_data, orientation)
             for measure in measured_in(choice_data.data_vars):
                 table = _prompt_statistics(choice_data, measure)
                 tables.append(

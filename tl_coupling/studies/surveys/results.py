@@ -50,7 +50,7 @@ Provenance = dict[str, Any]
 
 @checked
 def open_survey(folder: AnyPath) -> "xarray.Dataset":
-    """Return the results in a folder of `run` or `checkpoint_sweep`.
+    """Return the results in a folder of `run_survey` or `checkpoint_sweep`.
 
     They are in memory unless they are larger than half of it.
 
@@ -71,7 +71,7 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
     the checksums of all files.
 
     Example:
-        >>> data = tlc.open_survey("survey")  # of `tlc.run(survey, "survey")`
+        >>> data = tlc.open_survey("survey")  # of `tlc.run_survey(survey, "survey")`
         >>> data.d_model.sel(model="width12").item(), data.attrs["failed"]
         (12, '{}')
     """

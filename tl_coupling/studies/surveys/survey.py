@@ -358,7 +358,7 @@ class MeasureModel:
 
 
 @checked
-def run(
+def run_survey(
     survey: Survey,
     folder: AnyPath | None = None,
     executor: Executor | None = None,
@@ -402,7 +402,7 @@ def run(
         >>> models = {f"width{width}": f"models/width{width}/step2" for width in widths}
         >>> settings = tlc.Settings(k=(2, 4), window=1)
         >>> survey = tlc.Survey(models, prompts, settings=settings)
-        >>> data = tlc.run(survey, "survey", progress=False)
+        >>> data = tlc.run_survey(survey, "survey", progress=False)
         >>> data.mean_coupling.dims, data.mean_coupling.shape
         (('model', 'checkpoint', 'prompt', 'k'), (6, 1, 4, 2))
     """
@@ -444,14 +444,14 @@ def checkpoint_sweep(
         checkpoints: training steps (`int`) or hub revisions (`str`); by default all of
             the folder, or `pythia_steps()`.
         prompts, settings, backend, device, dtype, quantization, memory: as in `Survey`.
-        folder, progress, executor: as in `run`; a unit is a checkpoint.
+        folder, progress, executor: as in `run_survey`; a unit is a checkpoint.
 
     Returns:
         what `open_survey` gives for this model without its size and cost, `[checkpoint
         prompt …]`, in the order asked for. Checkpoints that failed are left out, with a
         warning; their errors are in `attrs["failed"]`.
 
-    Errors are those of `run`, and ValueError for checkpoints of different depths. One
+    Errors are those of `run_survey`, and ValueError for checkpoints of different depths. One
     model is in memory at a time.
 
     Example:
