@@ -148,11 +148,25 @@ def _finish(
     # A model may be narrower than the k that were asked for.
     ks = comparing.up_to(next(iter(maps.values())).k)
     work.save({role: {"depth": result} for role, result in maps.items()})
-    diagonal = choosing.diagonal
-    work.finish(_summary(measured, ks, diagonal), _pictures(maps, ks))
+    off_diagonal = not choosing.diagonal
+    # What random subspaces give depends on k alone: one null stands for all runs.
+    first = next(iter(maps.values()))
+    null_intervals = {}
+    # A single layer leaves nothing to chance.
+    if len(first.row_layers) > 1:
+        null_intervals = {
+            k: first.null_interval(k, off_diagonal=off_diagonal) for k in ks
+        }
+    summary = _summary(measured, ks, choosing.diagonal)
+    work.finish(summary | {"null_interval": null_intervals}, _pictures(maps, ks))
     tables = {
         role: ShortTable.stacked(
-            {"depth": result.table(ks, off_diagonal=not diagonal)}, "map"
+            {
+                "depth": result.table(
+                    ks, off_diagonal=off_diagonal, null_intervals=null_intervals
+                )
+            },
+            "map",
         )
         for role, result in maps.items()
     }
@@ -319,23 +333,16 @@ class _Measurement:
 def _summary(
     measured: Mapping[str, _Measured], ks: list[int], diagonal: bool
 ) -> dict[str, object]:
-    """Return what `summary.json` holds."""
+    """Return what `summary.json` holds, without the intervals of the null."""
     maps = {role: result.coupling_map for role, result in measured.items()}
     first = next(iter(maps.values()))
     off_diagonal = not diagonal
-    null_intervals = {}
-    # A single layer leaves nothing to chance.
-    if len(first.row_layers) > 1:
-        null_intervals = {
-            k: first.null_interval(k, off_diagonal=off_diagonal) for k in ks
-        }
     summary: dict[str, object] = {
         "measure": "coupling: 1 − ‖A − Diag(A)‖_F / ‖A‖_F, mean over "
         f"{describe_pairs(diagonal)}",
         "n_prompts": first.n_prompts,
         # The null depends on k alone, so that one stands for all runs.
         "null": {k: first.null(k, off_diagonal=off_diagonal) for k in ks},
-        "null_interval": null_intervals,
         "mean": {role: result.means(ks, diagonal) for role, result in measured.items()},
         "mean_over_prompts": {
             role: {k: result.mean(k, off_diagonal=off_diagonal) for k in ks}

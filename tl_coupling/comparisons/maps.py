@@ -520,13 +520,19 @@ class CouplingMap(Saved):
 
     @checked
     def table(
-        self, ks: Sequence[int] | None = None, *, off_diagonal: bool = True
+        self,
+        ks: Sequence[int] | None = None,
+        *,
+        off_diagonal: bool = True,
+        null_intervals: Mapping[int, Interval] | None = None,
     ) -> ShortTable:
         """Return the mean coupling at some k, beside the null.
 
         Args:
             ks: numbers of singular vectors; by default 1, 10 and all that the map holds.
             off_diagonal: leaves out the pairs of a connection with itself.
+            null_intervals: what `null_interval` gave, by k, for the caption; they are
+                not drawn here, which would take longer than a notebook should wait.
 
         Example:
             >>> print(tlc.depth_coupling(trace, k=4).table([2]))
@@ -534,13 +540,12 @@ class CouplingMap(Saved):
             k  coupling   null
             2     0.298  0.293
             2 layers, 1 prompt
-            95 % of random subspaces: 0.115 to 0.637 (k = 2)
             null: random subspaces
         """
         if ks is None:
             ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
-        has_other_pairs = not bool(self.own_pairs().all())
-        off_diagonal = off_diagonal and has_other_pairs
+        # A map of one connection has its own pair only.
+        off_diagonal = off_diagonal and not bool(self.own_pairs().all())
         rows = [
             (
                 k,
@@ -556,12 +561,10 @@ class CouplingMap(Saved):
             f"{self._pairs_in_words(off_diagonal)}"
         )
         caption = self._size_in_words()
-        # A single connection leaves nothing to chance.
-        if has_other_pairs:
-            intervals = [self.null_interval(k, off_diagonal=off_diagonal) for k in ks]
+        if null_intervals:
             texts = [
                 f"{low:.3f} to {high:.3f} (k = {k})"
-                for k, (low, high) in zip(ks, intervals, strict=True)
+                for k, (low, high) in null_intervals.items()
             ]
             caption += f"\n95 % of {RANDOM_SUBSPACES}: {', '.join(texts)}"
         caption += f"\nnull: {RANDOM_SUBSPACES}"
