@@ -4,8 +4,10 @@ else.
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xarray
@@ -13,6 +15,7 @@ import xarray
 import tiny
 import tl_coupling as tlc
 from coupling_maps import MEASURES, assert_same
+from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
 
 
@@ -241,3 +244,76 @@ def test_of_tokens_there_is_no_profile(tiny_trace):
     tokens = tlc.self_coupling(tiny_trace, 0, k=2)
     with pytest.raises(ValueError, match="each of which has one, got 0"):
         tokens.profile(0)
+
+
+def test_the_strongest_pairs_are_those_of_a_loop_over_all(result):
+    values = result.coupling(2).double().numpy()
+    pairs = sorted(
+        (
+            (values[i, j], (row, 7), (col, 7))
+            for i, row in enumerate(result.row_layers)
+            for j, col in enumerate(result.col_layers)
+            if row != col
+        ),
+        reverse=True,
+    )
+    strongest = result.strongest(1, k=2)
+    assert [(p.value, p.jacobian_of, p.vectors_of) for p in strongest] == pairs[:1]
+    # More than there are.
+    assert len(result.strongest(99, k=2)) == len(pairs)
+
+
+def test_the_strongest_pairs_of_tokens_have_positions_and_no_nan():
+    tokens = random_map(layers=(1, 4, 6), kind="self")
+    matrices = tokens.matrices.clone()
+    # No Jacobian, no coupling.
+    matrices[0] = 0
+    zero = dataclasses.replace(
+        tokens,
+        matrices=matrices,
+        singular_values=tokens.singular_values.clone().index_fill_(
+            0, torch.tensor(0), 0.0
+        ),
+    )
+    # The rows and columns of a map of tokens are of two layers: no pair is its own.
+    with pytest.warns(UserWarning, match="undefined"):
+        assert zero.mean() > 0
+    strongest = zero.strongest(9)
+    assert len(strongest) == 6
+    assert {pair.jacobian_of for pair in strongest} == {(8, 4), (8, 6)}
+    assert {pair.vectors_of for pair in strongest} == {(9, 1), (9, 4), (9, 6)}
+
+
+def test_random_layers_are_rarely_far_from_chance():
+    """Their p is that of chance, or larger: the null is as wide as it can be."""
+    ps = np.array([random_map(seed=seed).null_p(3) for seed in range(80)])
+    assert (ps <= 0.1).mean() < 0.1 + 3 * math.sqrt(0.1 * 0.9 / len(ps))
+    # And not always 1.
+    assert 0.2 < np.median(ps) < 0.8
+    assert ps.min() > 1 / 8001
+
+
+@pytest.mark.parametrize("off_diagonal", [True, False])
+@pytest.mark.parametrize("within", ["space", "spans"])
+def test_p_is_the_share_of_random_means(off_diagonal, within):
+    """It lies on the same side of .025 as the mean does of the interval's ends."""
+    options = {"off_diagonal": off_diagonal, "within": within}
+    for seed in range(6):
+        random = random_map(seed=seed)
+        low, high = random.null_interval(2, **options)
+        p = random.null_p(2, **options)
+        mean = random.mean(2, off_diagonal=off_diagonal)
+        assert (mean > high) == (p < 0.025)
+        assert (mean < low) == (p > 0.975)
+
+
+def test_layers_that_share_all_directions_have_the_smallest_p():
+    one = random_map(layers=(0,))
+    alike = dataclasses.replace(
+        random_map(layers=(0, 1, 2)),
+        matrices=one.matrices.expand(3, 3, -1, -1).clone(),
+        singular_values=one.singular_values.expand(3, -1).clone(),
+        frobenius_norms=one.frobenius_norms.expand(3).clone(),
+    )
+    assert alike.mean(3) == pytest.approx(1)
+    assert alike.null_p(3) == 1 / 8001

@@ -108,8 +108,6 @@ app = typer.Typer(
 _EXAMPLE_WIDTH = 72
 # Within this time after the first signal the command is still busy stopping.
 _STOPPING_SECONDS = 10.0
-# So soon after an interrupt that was lost it is sent again.
-_AGAIN_SECONDS = 0.05
 
 
 def _print_version(is_asked_for: bool) -> None:

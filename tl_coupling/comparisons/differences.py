@@ -128,10 +128,11 @@ class Comparison(Saved):
         interval = f"{low:+.3f} to {high:+.3f}"
         degrees_of_freedom = f"{self.degrees_of_freedom:.1f}"
         n_first, n_second = self.n_prompts
+        p = f"{self.mean_p:.2g}"
         # One prompt has no spread, and hence no interval.
         if min(self.n_prompts) < 2:
             interval = "one prompt: none"
-            degrees_of_freedom = "none"
+            degrees_of_freedom = p = "none"
         row = [
             self.k,
             f"{first_mean:.3f}",
@@ -139,10 +140,21 @@ class Comparison(Saved):
             f"{self.mean_difference:+.3f}",
             interval,
             degrees_of_freedom,
+            p,
             f"{int(self.differing().sum())} of {n_pairs}",
             f"{self.nulls.mean():.3f}",
         ]
-        numbers = ["k", "first", "second", "difference", "95 %", "df", "pairs", "null"]
+        numbers = [
+            "k",
+            "first",
+            "second",
+            "difference",
+            "95 %",
+            "df",
+            "p",
+            "pairs",
+            "null",
+        ]
         pairing = "paired, over the same prompts"
         if not self.paired:
             pairing = "of different prompts (Welch)"
@@ -150,6 +162,7 @@ class Comparison(Saved):
         caption = (
             f"first: {first_name}\nsecond: {second_name}\n"
             f"{n_first} and {n_second} prompts; difference: second − first, {pairing}\n"
+            "p: of no difference in the mean, t test over prompts, two-sided\n"
             f"pairs: of layers that differ (Holm, 5 %); null: {RANDOM_SUBSPACES}"
         )
         words = measure_named(self.measure).words
@@ -199,7 +212,8 @@ class Comparison(Saved):
         first, second = self.names
         low, high = self.interval
         how = "paired" if self.paired else "unpaired"
-        interval = f"95 % [{low:.3f}, {high:.3f}]"
+        test = "paired t test" if self.paired else "Welch's t test"
+        interval = f"95 % [{low:.3f}, {high:.3f}], p {self.mean_p:.2g} ({test})"
         if min(self.n_prompts) < 2:
             interval = "no interval of a single prompt"
         return (

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -54,6 +54,25 @@ _TABULATED = ("coupling", "normalized_miscoupling", "null")
 _SHOWN_KS = (1, 10)
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
+
+
+class CoupledPair(NamedTuple):
+    """Two connections of a map.
+
+    Attributes:
+        jacobian_of: layer and position of J_1.
+        vectors_of: layer and position of J_2, whose singular vectors J_1 is seen in.
+        value: of the measure that was asked for.
+
+    Example:
+        >>> pair = tlc.depth_coupling(trace, k=4).strongest(1)[0]
+        >>> sorted([pair.jacobian_of, pair.vectors_of])
+        [(0, 7), (1, 7)]
+    """
+
+    jacobian_of: Connection
+    vectors_of: Connection
+    value: float
 
 
 @made_by("depth_coupling(trace)")
@@ -267,6 +286,76 @@ class CouplingMap(Saved):
             >>> low < result.null() < high
             True
         """
+        means = self._null_means(
+            k,
+            measure,
+            n_draws,
+            seed,
+            options,
+            off_diagonal=off_diagonal,
+            within=within,
+        )
+        return quantile_interval(means)
+
+    @checked
+    def null_p(
+        self,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
+        *,
+        off_diagonal: bool = True,
+        within: Null = "space",
+        n_draws: Count | None = None,
+        seed: Seed = 0,
+        **options: Any,
+    ) -> float:
+        r"""Return how likely random singular vectors of J_2 give this `mean` or a larger
+        one.
+
+        .. math:: p = \frac{1 + \#\{\text{random means} \ge \text{mean}\}}
+            {1 + \#\{\text{random means}\}}
+
+        One-sided, of the means that `null_interval` has the middle 95 % of. There are
+        thousands of them: p is never below .0001, and not corrected for how many k or
+        measures were looked at. Of a mean over prompts it says nothing of other
+        prompts, which `interval` is for.
+
+        Args:
+            k, measure, off_diagonal, within, n_draws, seed, options: as in
+                `null_interval`.
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> 0.0001 < result.null_p() <= 1
+            True
+        """
+        means = self._null_means(
+            k,
+            measure,
+            n_draws,
+            seed,
+            options,
+            off_diagonal=off_diagonal,
+            within=within,
+        )
+        mean = self.mean(k, measure, off_diagonal, **options)
+        n_at_least = int((means >= mean).sum())
+        return (1 + n_at_least) / (1 + len(means))
+
+    def _null_means(
+        self,
+        k: int | None,
+        measure: AnyMeasure,
+        n_draws: int | None,
+        seed: int,
+        options: Options,
+        *,
+        off_diagonal: bool,
+        within: Null,
+    ) -> Float[Tensor, " n_means"]:
+        """Return means over the pairs with random singular vectors of J_2, see
+        `null_interval`.
+        """
         k = self._k(k)
         # Refuses what a mean over prompts does not hold.
         nulls = self._nulls(k, measure, within, options)
@@ -300,7 +389,7 @@ class CouplingMap(Saved):
             # The mean over all pairs: what is left to chance, and the own pairs as
             # measured.
             means = (means * different.sum() + own_values.nansum()) / different.numel()
-        return quantile_interval(means)
+        return means
 
     @checked
     def null_interval_by_distance(
@@ -403,6 +492,39 @@ class CouplingMap(Saved):
         # A measure whose null is the same for every J_1 has one number for all rows.
         # One row of nulls serves all columns: frames of the null do not depend on them.
         return row_nulls.expand(len(S_1))[:, None].expand(self.matrices.shape[:2])
+
+    @checked
+    def strongest(
+        self, n: Count = 10, k: int | None = None, measure: AnyMeasure = "coupling"
+    ) -> list[CoupledPair]:
+        """Return the n pairs of different connections that are coupled most.
+
+        Values that are undefined (NaN) are left out. Of many pairs the largest is large
+        by chance as well: compare it with the twin's, or with `null_interval` of pairs
+        that you chose before.
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> pair = result.strongest(1)[0]
+            >>> pair.value == float(result.coupling()[pair.jacobian_of[0], pair.vectors_of[0]])
+            True
+        """
+        values = self.values(k, measure).cpu()
+        is_counted = ~self.own_pairs().cpu() & ~values.isnan()
+        # Below any value, so that pairs that do not count are never among the n.
+        counted_values = values.where(is_counted, -torch.inf).flatten()
+        n_pairs = min(n, int(is_counted.sum()))
+        places = counted_values.topk(n_pairs).indices.tolist()
+        rows, cols = self._connections()
+        n_cols = values.shape[1]
+        return [
+            CoupledPair(
+                rows[place // n_cols],
+                cols[place % n_cols],
+                float(counted_values[place]),
+            )
+            for place in places
+        ]
 
     @checked
     def locality_profile(
@@ -536,9 +658,9 @@ class CouplingMap(Saved):
 
         Example:
             >>> print(tlc.depth_coupling(trace, k=4).table([2]))
-            tiny: depth coupling 1 − m̃, mean over pairs of different layers
+            local/tiny: depth coupling 1 − m̃, mean over pairs of different layers
             k  coupling   null
-            2     0.298  0.293
+            2     0.170  0.293
             2 layers, 1 prompt
             null: random subspaces
         """
