@@ -5,7 +5,7 @@ Where the pieces are wider than the moves of the slope check, such a function lo
 constant there, and only its name reveals it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,8 +53,8 @@ class LostGradients(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         """Call the function, and note its name if it has slope zero."""
         output = func(*args, **(kwargs or {}))
@@ -65,7 +65,7 @@ class LostGradients(TorchFunctionMode):
         return output
 
     def _note_stops(
-        self, func: Callable[..., Any], arguments: Sequence[Any], output: object
+        self, func: Callable[..., Any], arguments: list[Any], output: object
     ) -> None:
         """Note what stops a gradient: where its values become numbers, or meet what is
         differentiated.
@@ -101,7 +101,7 @@ def _word(name: str) -> str:
     return "data" if name == "__get__" else name
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+def tensors_in(values: list[Any] | tuple[Any, ...]) -> Iterator[Tensor]:
     """Yield the tensors among values, and in tuples and lists of them."""
     # A stack, because this runs for every operation of a block.
     unread = list(values)
