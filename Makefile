@@ -183,8 +183,8 @@ bench: .venv/ready
 	.venv/bin/python -m benchmarks.across_tokens --out benchmarks/results
 	.venv/bin/python -m benchmarks.engines --out benchmarks/results
 	OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.truncated_svd --d 576 1024 2048 4096
-	.venv/bin/python -m benchmarks.streaming --shape small --compare
-	.venv/bin/python -m benchmarks.streaming --shape 1b
+	.venv/bin/python -m benchmarks.streaming --shape small --compare --accelerate
+	.venv/bin/python -m benchmarks.streaming --shape 1b --accelerate
 	.venv/bin/python -m benchmarks.table
 
 # Coverage and false positives of the statistics across models, on synthetic studies.

@@ -29,6 +29,7 @@ from benchmarks import (
     released_algorithm,
     stages,
     statistics,
+    streaming,
     table,
     training,
 )
@@ -114,6 +115,28 @@ def test_what_else_is_measured_is_timed_beside_coupling(
     assert min(seconds.values()) > 0
     ratio = seconds["dynamics.products"] / seconds["depth_coupling"]
     assert f"{ratio:.1f}" in capsys.readouterr().out
+
+
+def test_streaming_is_measured_beside_memory_and_accelerate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(streaming, "in_own_process", streaming.measured)
+    out = tmp_path / "out"
+    arguments = ["--shape", "tiny", "--tokens", "6", "--k", "4", "--compare"]
+    streaming.main([*arguments, "--accelerate", "--out", str(out)])
+    results = read(out, "streaming_tiny")
+    assert results["largest_difference"] < 1e-5
+    assert results["difference_of_accelerate"] < 1e-5
+    ours, accelerate, in_memory = results["runs"]
+    # Of the embedding only rows are read, and each weight of a block once.
+    assert 0 < ours["read_bytes"] < results["weights_bytes"]
+    assert accelerate["read_bytes"] > 2 * results["weights_bytes"]
+    assert in_memory["read_bytes"] == 0
+    for run in (ours, accelerate, in_memory):
+        parts = {**run["seconds"]}
+        total = parts.pop("all")
+        assert sum(parts.values()) == pytest.approx(total)
 
 
 def test_what_to_expect_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

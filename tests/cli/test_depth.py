@@ -367,10 +367,16 @@ def test_saved_maps_are_averaged_as_the_prompts_were(
     assert torch.equal(mean.coupling(2), expected.coupling(2))
     summary = json.loads((tmp_path / "mean" / "summary.json").read_text())
     assert set(summary["mean"]["trained"]) == {*map(str, (first, *others))}
-    # One map is itself.
+    # One map is itself, and so is a mean.
     call("depth", "--maps", first, "--out", tmp_path / "one")
     alone = tlc.CouplingMap.load(tmp_path / "one" / "depth.nc")
     assert torch.equal(alone.matrices, tlc.CouplingMap.load(first).matrices)
+    file = tmp_path / "mean" / "depth.nc"
+    again = call("depth", "--maps", file, "--k", 4, "--out", tmp_path / "again")
+    assert set(numbers) <= set(re.findall(r"\d\.\d{3}", again.out))
+    summary = json.loads((tmp_path / "again" / "summary.json").read_text())
+    assert summary["mean"]["trained"] == {str(file): {"4": mean.mean(4)}}
+    assert summary["interval_over_prompts"]["trained"]["4"] == list(mean.interval(4))
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,9 @@ def test_prompts_share_a_sweep(
     reads: list[str] = []
     read = streaming.Stored.read
     monkeypatch.setattr(
-        streaming.Stored, "read", lambda self: (reads.append(self.name), read(self))[1]
+        streaming.Stored,
+        "read",
+        lambda self: (reads.append(self.tensor.name), read(self))[1],
     )
     result = tlc.mean_depth_coupling(
         [tlc.trace(streamed, prompt) for prompt in prompts], k=4

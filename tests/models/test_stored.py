@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tl_coupling.models import filled, holds_stored_weights
+from tl_coupling.models.file_tensors import tensors_in
 from tl_coupling.models.model_files import FileState
 from tl_coupling.models.module_state import attributes_set
 from tl_coupling.models.stored import Stored, StoredParameter
@@ -23,7 +24,8 @@ def module_with(weight: torch.Tensor, folder: Path) -> nn.Module:
     save_file({"weight": weight}, file)
     module = nn.Module()
     module.weight = StoredParameter.like(nn.Parameter(weight), CPU)
-    module.weight.place = Stored(str(file), "weight", FileState.from_path(file))
+    (tensor,) = tensors_in([str(file)])
+    module.weight.place = Stored(tensor, FileState.from_path(file))
     return module
 
 

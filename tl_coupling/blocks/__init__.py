@@ -32,7 +32,6 @@ from tl_coupling.blocks.hooks import (
 )
 from tl_coupling.blocks.remarks import Remarks
 from tl_coupling.blocks.spans import pull_back_span
-from tl_coupling.blocks.streamed import forward_pass_of
 from tl_coupling.blocks.trace import Trace
 from tl_coupling.blocks.tracing import trace, trace_modules
 

@@ -55,11 +55,19 @@ def hidden_states(output: object) -> Tensor:
     return stream
 
 
-def as_block_output(stream: Tensor, length: int) -> object:
-    """Return a stream as a block does: first in a tuple of a length, or alone (0)."""
-    if length == 0:
-        return stream
-    return (stream, *[None] * (length - 1))
+def stand_in(
+    output_of: Callable[[Tensor], Tensor], length: int
+) -> Callable[..., object]:
+    """Return a function that is called in the place of a block, and returns `output_of`
+    the stream as the block would: first in a tuple of a length, or alone (0).
+    """
+
+    def forward(first: Tensor | None = None, *_: object, **named: Any) -> object:
+        entering = named["hidden_states"] if first is None else first
+        stream = output_of(entering)
+        return stream if length == 0 else (stream, *[None] * (length - 1))
+
+    return forward
 
 
 def _row_of(

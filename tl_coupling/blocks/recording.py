@@ -10,7 +10,7 @@ from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks import tails
 from tl_coupling.blocks.arithmetic import is_out_of_memory, own_arithmetic
 from tl_coupling.blocks.forward_passes import ForwardPass
-from tl_coupling.blocks.streamed import forward_pass_of
+from tl_coupling.blocks.streamed import streamed_passage
 from tl_coupling.models import ModelInput, OwnModel, facts_of, input_device
 
 
@@ -34,14 +34,18 @@ def recorded_pass(
         with suppress(_BlocksDone):
             _run(model, model_input)
 
+    is_streamed = facts_of(model).is_streamed
     with own_arithmetic(model, dtype), tails.runnable(model), shared_changes() as hooks:
         unembedding = getattr(model, "unembed", None)
-        to_end = isinstance(model, OwnModel) and not facts_of(model).is_streamed
+        to_end = isinstance(model, OwnModel) and not is_streamed
         if isinstance(unembedding, nn.Module) and not to_end:
             # Before its weights are read.
             stop = unembedding.register_forward_pre_hook(_stop, prepend=True)
             hooks.enter_context(stop)
-        return forward_pass_of(model, until_unembedding, model_input.n_pos)
+        n_pos = model_input.n_pos
+        if is_streamed:
+            return streamed_passage(model, until_unembedding, n_pos)
+        return ForwardPass.record(model, list(model.blocks), until_unembedding, n_pos)
 
 
 def _stop(*_: object) -> None:

@@ -1,35 +1,21 @@
-"""What the blocks of a model do when it runs; of a model whose weights are on disk, it is
-run without its blocks, which are too large to be read for that.
+"""What the blocks of a model are given whose weights are on disk: it runs without them,
+because they are too large to be read for that.
 """
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tl_coupling.blocks.arithmetic import forwards_replaced
-from tl_coupling.blocks.calls import argument_that_differs, as_block_output
+from tl_coupling.blocks.calls import argument_that_differs, stand_in
 from tl_coupling.blocks.forward_passes import ForwardPass
 from tl_coupling.models import facts_of
 
 # Blocks return a tensor (0), or tuples of up to three.
 _POSSIBLE_LENGTHS = [0, 1, 2, 3]
-
-
-def forward_pass_of(
-    model: Any, run: Callable[[], object], n_pos: int | None
-) -> ForwardPass:
-    """Return what the blocks of a model do while `run` runs it; of a streamed model,
-    what they would be given.
-
-    Raises:
-        ValueError: as `ForwardPass.record` and `streamed_passage`.
-    """
-    if facts_of(model).is_streamed:
-        return streamed_passage(model, run, n_pos)
-    return ForwardPass.record(model, list(model.blocks), run, n_pos)
 
 
 def streamed_passage(
@@ -76,25 +62,13 @@ def _pass_of_stand_ins(
     """Return the forward pass with stand-ins for the blocks, which return tuples of a
     length.
     """
-    stand_in = partial(_returned, length, output_of)
     # Wrapped, so that they name their arguments as the blocks do.
     forwards = {
-        block: update_wrapper(partial(stand_in), block.forward)
+        block: update_wrapper(stand_in(output_of, length), block.forward)
         for block in model.blocks
     }
     with forwards_replaced(forwards):
         return ForwardPass.record(model, list(model.blocks), run, n_pos)
-
-
-def _returned(
-    length: int,
-    output_of: Callable[[Tensor], Tensor],
-    first: Tensor | None = None,
-    *_: object,
-    **named: Any,
-) -> object:
-    stream = output_of(named["hidden_states"] if first is None else first)
-    return as_block_output(stream, length)
 
 
 def _noise(X: Tensor) -> Tensor:

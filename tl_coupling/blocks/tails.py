@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tl_coupling.arguments import shared_changes
 from tl_coupling.blocks.arithmetic import forwards_replaced, own_arithmetic
-from tl_coupling.blocks.calls import as_block_output, hidden_states
+from tl_coupling.blocks.calls import hidden_states, stand_in
 from tl_coupling.models import (
     BlockOutputs,
     ModelInput,
@@ -163,16 +163,12 @@ def _tail(
     """
     stream = model_input.stream(rows)
 
-    def stand_in(
-        length: int, first: Tensor | None = None, *_: object, **named: Any
-    ) -> object:
-        replaced = named["hidden_states"] if first is None else first
+    def replaced(entering: Tensor) -> Tensor:
         # A copy: what comes next may work in place.
-        replacement = stream.to(replaced.device, outputs.empty_stream.dtype, copy=True)
-        return as_block_output(replacement, length)
+        return stream.to(entering.device, outputs.empty_stream.dtype, copy=True)
 
-    forwards: dict[nn.Module, Callable[..., object]] = {
-        block: partial(stand_in, length)
+    forwards = {
+        block: stand_in(replaced, length)
         for block, length in zip(model.blocks, outputs.lengths, strict=True)
     }
     forwards |= dict.fromkeys(skipped, _identity)

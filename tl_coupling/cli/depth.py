@@ -204,7 +204,7 @@ class _Measured:
 
     Attributes:
         coupling_map: of the prompt, or the mean over prompts.
-        prompt_ids: of the prompts, in the order of `by_map`.
+        prompt_ids: of the prompts, in the order of `by_map`; of a saved mean its file.
         choices: with `--all-measures`, every measure of each prompt.
     """
 
@@ -216,10 +216,10 @@ class _Measured:
         """Return the mean coupling of each prompt, by its id and k."""
         coupling_map = self.coupling_map
         off_diagonal = not diagonal
-        if not isinstance(coupling_map, MeanCouplingMap):
-            (prompt_id,) = self.prompt_ids
+        if len(self.prompt_ids) == 1:
             means = {k: coupling_map.mean(k, off_diagonal=off_diagonal) for k in ks}
-            return {prompt_id: means}
+            return {self.prompt_ids[0]: means}
+        assert isinstance(coupling_map, MeanCouplingMap)
         by_prompt = {
             k: coupling_map.by_map(k, off_diagonal=off_diagonal).tolist() for k in ks
         }
@@ -346,7 +346,8 @@ def _summary(
     means = {
         role: result
         for role, result in maps.items()
-        if isinstance(result, MeanCouplingMap)
+        # Tokens of one prompt are not independent.
+        if isinstance(result, MeanCouplingMap) and result.n_prompts > 1
     }
     if means:
         summary["standard_deviation_over_prompts"] = {

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from tl_coupling.models.errors import ModelError
+from tl_coupling.models.file_tensors import FileTensor
 from tl_coupling.models.model_files import FileState
 
 
 class Stored(NamedTuple):
-    """Where a weight is kept: a safetensors file, the tensor's name in it, and the
-    file's state when the model was loaded.
+    """Where a weight is kept: a tensor of a safetensors file, and the file's state when
+    the model was loaded.
 
     Reading raises ModelError where the file is no longer in that state: what was read
     before it changed belongs to another model.
     """
 
-    file: str
-    name: str
+    tensor: FileTensor
     state: FileState
 
     @contextmanager
@@ -37,12 +37,12 @@ class Stored(NamedTuple):
 
     def _check(self) -> None:
         try:
-            has_changed = FileState.from_path(self.file) != self.state
+            has_changed = FileState.from_path(self.tensor.file) != self.state
         except FileNotFoundError:
             has_changed = True
         if has_changed:
             raise ModelError(
-                f"{self.file} was changed, replaced or removed after the model was "
+                f"{self.tensor.file} was changed, replaced or removed after the model was "
                 "loaded, and its weights are read as they are needed: load the model "
                 "again, and measure again"
             )
@@ -52,17 +52,14 @@ class Stored(NamedTuple):
 
         It takes memory once it is used, and until it is let go.
         """
-        from safetensors import safe_open
-
-        with safe_open(self.file, "pt") as file:
-            return file.get_tensor(self.name)
+        return self.tensor.read()
 
     def rows(self, indices: Sequence[int]) -> Tensor:
         """Return some rows of the tensor; the others are not read."""
         from safetensors import safe_open
 
-        with self.unchanged(), safe_open(self.file, "pt") as file:
-            table = file.get_slice(self.name)
+        with self.unchanged(), safe_open(self.tensor.file, "pt") as file:
+            table = file.get_slice(self.tensor.name)
             return torch.cat([table[i : i + 1] for i in indices])
 
 

@@ -78,7 +78,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     read = streaming.Stored.read
 
     def counting(self: streaming.Stored) -> torch.Tensor:
-        counted[self.name] += 1
+        counted[self.tensor.name] += 1
         return read(self)
 
     monkeypatch.setattr(streaming.Stored, "read", counting)

@@ -7,10 +7,9 @@ Their parameters are `StoredParameter`s, which hold NaN until the weight is read
 import ctypes
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, TypedDict, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -123,7 +122,8 @@ def _read(place: Stored, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         weight = place.read()
         if weight.shape != parameter.shape:
             raise ValueError(
-                f"{place.name!r} in {place.file} was {list(parameter.shape)}, "
+                f"{place.tensor.name!r} in {place.tensor.file} was "
+                f"{list(parameter.shape)}, "
                 f"is {list(weight.shape)}"
             )
         # Weights are rounded to the dtype that the model has.
@@ -177,86 +177,47 @@ def hollow_model(
         # once.
         weakref.finalize(loaded.model, stack.pop_all().close)
     weakref.finalize(loaded.model, _last_read.clear)
-    files = _WeightFiles.from_model(loaded)
+    places = _places(loaded.model)
     # transformers does not look at the shapes of weights that it only locates.
-    refuse_other_shapes(repr(name), files.of_another_shape(loaded.model))
+    refuse_other_shapes(repr(name), _other_shapes(loaded.model, places))
     _remove_accelerate(loaded)
-    _hollow_out(loaded.model, files, device)
+    _hollow_out(loaded, places, device)
     return loaded
 
 
-class _IndexEntry(TypedDict):
-    """Where accelerate finds a weight."""
+def _places(model: nn.Module) -> dict[str, Stored]:
+    """Return where accelerate finds each weight of a model, by the weight's path."""
+    hooks = (getattr(part, "_hf_hook", None) for part in model.modules())
+    maps = (getattr(hook, "weights_map", None) for hook in hooks)
+    # All hooks share one index.
+    weights_map = next(candidate for candidate in maps if candidate is not None)
+    index: dict[str, dict[str, str]] = weights_map.dataset.index
+    files = {entry["safetensors_file"] for entry in index.values()}
+    states = {file: FileState.from_path(file) for file in files}
+    tensors = {(tensor.file, tensor.name): tensor for tensor in tensors_in(files)}
+    places = {}
+    for path, entry in index.items():
+        tensor = tensors[entry["safetensors_file"], entry["weight_name"]]
+        places[path] = Stored(tensor, states[tensor.file])
+    # A file may have either name of a weight that has two; accelerate's index of them
+    # knows one direction.
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    for name, other_name in tied.items():
+        if name in places:
+            places.setdefault(other_name, places[name])
+    return places
 
-    safetensors_file: str
-    weight_name: str
 
-
-@dataclass(frozen=True)
-class _WeightFiles:
-    """The files of a model's weights: where each is, by its path in the model, and the
-    state of each file.
-
-    `missing` are weights of its head, which are in none.
+def _other_shapes(
+    model: nn.Module, places: Mapping[str, Stored]
+) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
+    """Yield the names of weights with the shape that their file has, and the one that
+    the model needs.
     """
-
-    index: dict[str, _IndexEntry]
-    states: dict[str, FileState]
-    missing: tuple[str, ...]
-
-    @classmethod
-    def from_model(cls, loaded: LoadedWeights) -> "_WeightFiles":
-        """Read the files of a model that accelerate left on disk."""
-        hooks = (getattr(part, "_hf_hook", None) for part in loaded.model.modules())
-        maps = (getattr(hook, "weights_map", None) for hook in hooks)
-        # All hooks share one index.
-        weights_map = next(candidate for candidate in maps if candidate is not None)
-        index = dict(weights_map.dataset.index)
-        # A file may have either name of a weight that has two; accelerate's index of
-        # them knows one direction.
-        tied: dict[str, str] = getattr(loaded.model, "all_tied_weights_keys", {})
-        for name, other_name in tied.items():
-            if other_name not in index and name in index:
-                index[other_name] = index[name]
-        files = {entry["safetensors_file"] for entry in index.values()}
-        states = {file: FileState.from_path(file) for file in files}
-        return cls(index, states, loaded.missing_of_head)
-
-    def place(self, path: str) -> Stored | None:
-        """Return where a weight is; None for one of the head that the files lack.
-
-        Raises:
-            ValueError: another weight that the files lack.
-        """
-        if path not in self.index:
-            if path in self.missing:
-                return None
-            raise ValueError(f"its parameter {path} is in none of its files")
-        file = self.index[path]["safetensors_file"]
-        return Stored(file, self.index[path]["weight_name"], self.states[file])
-
-    def of_another_shape(
-        self, model: nn.Module
-    ) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
-        """Yield the names of weights with the shape that their file has, and the one
-        that the model needs.
-        """
-        tensors = {
-            (tensor.file, tensor.name): tensor for tensor in tensors_in(self.states)
-        }
-        for path, parameter in model.named_parameters(remove_duplicate=False):
-            entry = self.index.get(path)
-            if entry is None:
-                continue
-            tensor = tensors[entry["safetensors_file"], entry["weight_name"]]
-            if tensor.shape != parameter.shape:
-                yield path, tensor.shape, parameter.shape
-
-    def buffer(self, path: str) -> Tensor:
-        """Read a buffer, which stays in memory."""
-        place = self.place(path)
-        assert place is not None
-        return place.read()
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        shape = places[path].tensor.shape if path in places else parameter.shape
+        if shape != parameter.shape:
+            yield path, shape, parameter.shape
 
 
 def _remove_accelerate(loaded: LoadedWeights) -> None:
@@ -278,15 +239,21 @@ def _remove_accelerate(loaded: LoadedWeights) -> None:
             del vars(module)["forward"]
 
 
-def _hollow_out(model: nn.Module, files: _WeightFiles, device: torch.device) -> None:
-    """Put stored parameters in place of parameters on `meta`; buffers are read."""
+def _hollow_out(
+    loaded: LoadedWeights, places: Mapping[str, Stored], device: torch.device
+) -> None:
+    """Put stored parameters in place of parameters on `meta`; buffers are read.
+
+    Raises:
+        ValueError: a weight is in none of the files, or in memory.
+    """
     # Tied weights stay one parameter.
     replacements: dict[nn.Parameter, StoredParameter] = {}
-    for path, module in model.named_modules():
+    for path, module in loaded.model.named_modules():
         prefix = f"{path}." if path else ""
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                buffer = files.buffer(prefix + name).to(buffer.dtype)
+                buffer = places[prefix + name].read().to(buffer.dtype)
             module._buffers[name] = None if buffer is None else buffer.to(device)
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -298,7 +265,12 @@ def _hollow_out(model: nn.Module, files: _WeightFiles, device: torch.device) -> 
             if parameter not in replacements:
                 replacements[parameter] = StoredParameter.like(parameter, device)
             replacement = replacements[parameter]
-            replacement.place = files.place(prefix + name)
+            replacement.place = places.get(prefix + name)
+            is_drawn = prefix + name in loaded.missing_of_head
+            if replacement.place is None and not is_drawn:
+                raise ValueError(
+                    f"its parameter {prefix}{name} is in none of its files"
+                )
             module._parameters[name] = replacement
 
 
