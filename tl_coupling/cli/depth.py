@@ -32,7 +32,7 @@ from tl_coupling.measures import Metric
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import ShortTable
-from tl_coupling.studies.surveys import describe_pairs, joined, measures_of_maps
+from tl_coupling.studies.surveys import describe_pairs, joined_runs, measures_of_maps
 
 if TYPE_CHECKING:
     import xarray
@@ -394,7 +394,7 @@ def _pictures(maps: dict[str, CouplingMap], ks: list[int]) -> Pictures:
 def _write_choices(work: Work, runs: Mapping[str, _Measured]) -> None:
     """Write and show every measure, in both orientations, over both kinds of pairs."""
     choices = {role: run.choices for role, run in runs.items()}
-    rows = tlc.surveys.measure_table(joined(choices))
+    rows = tlc.surveys.measure_table(joined_runs(choices))
     work.write("measures.csv", partial(write_table, rows))
     model = runs["trained"].coupling_map.provenance["model"]
     work.shown.append(choices_table(f"{model}: every choice", rows))

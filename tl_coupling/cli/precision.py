@@ -18,9 +18,9 @@ from tl_coupling.files import write_rows
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.results import ShortTable, plural
 from tl_coupling.studies.surveys import (
-    MOVING,
+    COMPARED_MEASURES,
     PRECISIONS,
-    Moved,
+    PrecisionChange,
     precision_changes,
     precision_sweep,
 )
@@ -85,7 +85,9 @@ def precision(
         )
         work.write("precision.nc", partial(data.to_netcdf, engine="netcdf4"))
         rows = precision_changes(data)
-        work.write("table.csv", lambda path: write_rows(path, Moved._fields, rows))
+        work.write(
+            "table.csv", lambda path: write_rows(path, PrecisionChange._fields, rows)
+        )
         picture = partial(tlc.plots.plot_precision, data)
         pictures: Pictures = {"precision.png": picture, "precision.svg": picture}
         work.finish(_summary(data, rows), pictures)
@@ -94,20 +96,24 @@ def precision(
     stop_if_any_failed(data)
 
 
-def _summary(data: "xarray.Dataset", rows: Sequence[Moved]) -> dict[str, object]:
+def _summary(
+    data: "xarray.Dataset", rows: Sequence[PrecisionChange]
+) -> dict[str, object]:
     """Return what `summary.json` holds."""
     return {
         "compared": "weights; activations, Jacobians and SVDs are in float32",
         "first": data["precision"].values.tolist()[0],
         "prompts": data["prompt"].values.tolist(),
-        "measures": MOVING,
+        "measures": COMPARED_MEASURES,
         "movements": [row._asdict() for row in rows],
         "provenance": json.loads(data.attrs["provenance"]),
         "failed": json.loads(data.attrs["failed"]),
     }
 
 
-def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> ShortTable:
+def _table(
+    changes: Sequence[PrecisionChange], model: str, n_prompts: int
+) -> ShortTable:
     """Return a table with a row for each measure and k.
 
     It has the value at the first precision, and the change at the others.
@@ -115,16 +121,16 @@ def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> ShortTable
     rows = []
     last_measure = ""
     # `groupby` joins neighbours only: rows come measure by measure, then k by k.
-    choices = groupby(movements, lambda moved: (moved.measure, moved.k))
+    choices = groupby(changes, lambda row: (row.measure, row.k))
     for (measure, k), choice_rows in choices:
         first, *rounded = choice_rows
         # A measure is named in the first of its rows alone.
-        name = MOVING[measure] if measure != last_measure else ""
+        name = COMPARED_MEASURES[measure] if measure != last_measure else ""
         k_cell = "" if k is None else k
-        changes = [_change_cell(moved) for moved in rounded]
-        rows.append([name, k_cell, f"{first.value:.4g}", *changes])
+        change_cells = [_change_cell(row) for row in rounded]
+        rows.append([name, k_cell, f"{first.value:.4g}", *change_cells])
         last_measure = measure
-    precisions = list(dict.fromkeys(moved.precision for moved in movements))
+    precisions = list(dict.fromkeys(row.precision for row in changes))
     spread = " ± standard deviation over prompts" if n_prompts > 1 else ""
     caption = (
         f"{precisions[0]}: mean over {plural(n_prompts, 'prompt')}; "
@@ -135,10 +141,10 @@ def _table(movements: Sequence[Moved], model: str, n_prompts: int) -> ShortTable
     return ShortTable.of(title, ["measure"], ["k", *precisions], rows, caption)
 
 
-def _change_cell(moved: Moved) -> str:
+def _change_cell(row: PrecisionChange) -> str:
     """Return the change of a measure and, over several prompts, its spread."""
-    change = f"{moved.change:+.2g}"
+    change = f"{row.change:+.2g}"
     # One prompt has no spread.
-    if math.isnan(moved.spread):
+    if math.isnan(row.spread):
         return change
-    return f"{change} ± {moved.spread:.2g}"
+    return f"{change} ± {row.spread:.2g}"

@@ -14,15 +14,15 @@ from tl_coupling.studies.surveys.checkpoints import (
 from tl_coupling.studies.surveys.executors import Executor, process_pool, slurm_executor
 from tl_coupling.studies.surveys.measurements import measure_prompts
 from tl_coupling.studies.surveys.precision import (
-    MOVING,
+    COMPARED_MEASURES,
     PRECISIONS,
-    Moved,
+    PrecisionChange,
     precision_changes,
     precision_sweep,
 )
 from tl_coupling.studies.surveys.readings import (
     describe_pairs,
-    joined,
+    joined_runs,
     measure_table,
     null_interval_of_coupling,
     pairs_of_layers,

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     import xarray
 
 PRECISIONS = ("float32", "bfloat16", "int8", "nf4")
-# The measures of `precision_changes`, in this order.
-MOVING = {
+# The measures of `precision_changes`, in this order, in words.
+COMPARED_MEASURES = {
     mean_name("coupling"): MEASURES["coupling"].words,
     mean_name("normalized_miscoupling"): MEASURES["normalized_miscoupling"].words,
     mean_name("spectral_miscoupling"): MEASURES["spectral_miscoupling"].words,
@@ -73,7 +73,7 @@ _SIZES = {
 _ALIKE_IN_GGUF = ["LlamaForCausalLM", "MistralForCausalLM"]
 
 
-class Moved(NamedTuple):
+class PrecisionChange(NamedTuple):
     """Say how far one measure moves at one precision, in the mean over prompts.
 
     `spread` is the standard deviation of the change over prompts, NaN for one prompt;
@@ -327,7 +327,7 @@ def _joined_precisions(
 
 
 @checked
-def precision_changes(data: "xarray.Dataset") -> list[Moved]:
+def precision_changes(data: "xarray.Dataset") -> list[PrecisionChange]:
     """Return how far each measure moves, one row for each measure, k and precision.
 
     Args:
@@ -344,20 +344,22 @@ def precision_changes(data: "xarray.Dataset") -> list[Moved]:
         >>> tlc.surveys.precision_changes(data)[0][:3]
         ('mean_coupling', 2, 'float32')
     """
-    rows: list[Moved] = []
-    for measure in MOVING:
+    rows: list[PrecisionChange] = []
+    for measure in COMPARED_MEASURES:
         values = data[measure]
         if "layer" in values.dims:
             values = values.mean("layer", skipna=False)
         if "k" not in values.dims:
-            rows += _moved(values, measure, None)
+            rows += _changes_of_measure(values, measure, None)
             continue
         for k in data["k"].values.tolist():
-            rows += _moved(values.sel(k=k), measure, k)
+            rows += _changes_of_measure(values.sel(k=k), measure, k)
     return rows
 
 
-def _moved(values: "xarray.DataArray", measure: str, k: int | None) -> Iterator[Moved]:
+def _changes_of_measure(
+    values: "xarray.DataArray", measure: str, k: int | None
+) -> Iterator[PrecisionChange]:
     """Yield a row for each precision, from values `[precision prompt]`."""
     changes = values - values.isel(precision=0)
     for precision in values["precision"].values.tolist():
@@ -367,7 +369,7 @@ def _moved(values: "xarray.DataArray", measure: str, k: int | None) -> Iterator[
         spread = float("nan")
         if len(change) > 1:
             spread = float(np.std(change, ddof=1))
-        yield Moved(
+        yield PrecisionChange(
             measure=measure,
             k=k,
             precision=precision,

@@ -120,7 +120,7 @@ def null_interval_of_coupling(data: "xarray.Dataset", k: int) -> Interval:
     return null_interval_of_spectra(S_1, k, min(width, max(_WIDEST, 8 * k)))
 
 
-def joined(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
+def joined_runs(runs: "Mapping[str, Sequence[xarray.Dataset]]") -> "xarray.Dataset":
     """Return the data of every run's prompts as one; the runs are its checkpoints."""
     import xarray
 
