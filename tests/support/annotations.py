@@ -104,8 +104,9 @@ class _Checks:
         """
         if self._compiled is None:
             cells = tuple(CellType() for _ in self.code.co_freevars)
+            # beartype takes a function with an empty closure for one within another.
             empty = FunctionType(
-                self.code, fn.__globals__, fn.__name__, fn.__defaults__, cells
+                self.code, fn.__globals__, fn.__name__, fn.__defaults__, cells or None
             )
             for name in ("__kwdefaults__", "__module__", "__qualname__"):
                 setattr(empty, name, getattr(fn, name))
