@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from tl_coupling.blocks.tensor_notes import TensorNotes
 
 # Held as they are: scales, patterns, choices.
 _CONSTANTS = {
@@ -91,7 +92,7 @@ class Freezing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # Outputs of activations, which are gates of what they are multiplied with.
-        self._gates = WeakTensorKeyDictionary()
+        self._gates: TensorNotes[bool] = TensorNotes()
         self._recorded: list[Tensor] | None = None
         self._replayed: Iterator[Tensor] | None = None
         # Makes a tensor one that is not differentiated.
@@ -270,7 +271,7 @@ class Freezing(TorchFunctionMode):
     # Gates
 
     def _is_gate(self, tensor: Tensor) -> bool:
-        return tensor in self._gates
+        return self._gates.get(tensor) is True
 
     def _varies(self, tensor: Tensor) -> bool:
         """Say whether a tensor depends on the stream: it, or what was held of it."""

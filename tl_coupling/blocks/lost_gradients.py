@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
+
+from tl_coupling.blocks.tensor_notes import TensorNotes
 
 _PIECEWISE_CONSTANT = {
     "round",
@@ -47,7 +48,7 @@ class LostGradients(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # Tensors that no gradient follows, by what stopped it.
-        self._stopped = WeakTensorKeyDictionary()
+        self._stopped: TensorNotes[str] = TensorNotes()
 
     def __torch_function__(
         self,
@@ -73,11 +74,8 @@ class LostGradients(TorchFunctionMode):
         name: str = getattr(func, "__name__", "")
         inputs = list(tensors_in(arguments))
         is_differentiated = any(map(_is_differentiated, inputs))
-        origins = [
-            self._stopped[x]
-            for x in inputs
-            if not x.requires_grad and x in self._stopped
-        ]
+        notes = [self._stopped.get(x) for x in inputs if not x.requires_grad]
+        origins = [note for note in notes if note is not None]
         if not is_differentiated and not origins:
             return
         # Its values leave torch: whatever comes of them has no gradient.
