@@ -145,6 +145,8 @@ def test_what_plain_autograd_differentiates_is_measured(
     assert not any(buffer.requires_grad for buffer in block.buffers())
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_transformers_changes_nothing(
     reentrant: bool,

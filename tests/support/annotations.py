@@ -103,7 +103,9 @@ class _Checks:
         variable of `fn`.
         """
         if self._compiled is None:
-            cells = tuple(CellType() for _ in self.code.co_freevars)
+            # None where there are none: beartype takes a tuple for a sign of an outer
+            # function.
+            cells = tuple(CellType() for _ in self.code.co_freevars) or None
             empty = FunctionType(
                 self.code, fn.__globals__, fn.__name__, fn.__defaults__, cells
             )
