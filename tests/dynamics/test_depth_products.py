@@ -339,17 +339,18 @@ def test_jacobians_without_products_are_refused_in_a_line(J, message):
 
 
 def test_a_block_that_nothing_passes_is_refused_on_a_trace():
-    trace = affine_trace(torch.stack([0.3 * matrix(6, 1), -torch.eye(6).double()]))
-    # Said once of a trace.
-    with (
-        pytest.warns(UserWarning, match="normalises the stream itself"),
-        pytest.warns(
-            UserWarning, match="directions of the stream do not pass the block"
-        ),
-    ):
-        for measure in (tlc.dynamics.products, tlc.dynamics.product_map):
-            with pytest.raises(ValueError, match="layer 1: J is −I"):
-                measure(trace, n_draws=2)
+    J = torch.stack([0.3 * matrix(6, 1), -torch.eye(6).double()])
+    for measure in (tlc.dynamics.products, tlc.dynamics.product_map):
+        # Remarks on a trace are made once.
+        trace = affine_trace(J)
+        with (
+            pytest.raises(ValueError, match="layer 1: J is −I"),
+            pytest.warns(UserWarning, match="normalises the stream itself"),
+            pytest.warns(
+                UserWarning, match="directions of the stream do not pass the block"
+            ),
+        ):
+            measure(trace, n_draws=2)
     assert tlc.dynamics.products(trace, layers=[0], n_draws=2).layers == (0,)
 
 
