@@ -99,7 +99,7 @@ def _word(name: str) -> str:
     return "data" if name == "__get__" else name
 
 
-def tensors_in(values: list[Any] | tuple[Any, ...]) -> Iterator[Tensor]:
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
     """Yield the tensors among values, and in tuples and lists of them."""
     # A stack, because this runs for every operation of a block.
     unread = list(values)
