@@ -77,6 +77,7 @@ def test_depth_coupling_agrees_with_the_released_algorithm(
     assert "| end to end |" in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.filterwarnings("ignore:.* tokens are '<s>'")
 def test_the_floor_is_the_sum_of_its_parts(folder_model, tmp_path, capsys):
     arguments = ["--model", folder_model, "--tokens", 4, "--k", 4, "--prompts", 2]
     floor.main(list(map(str, [*arguments, "--repeats", 1, "--out", tmp_path])))
@@ -186,6 +187,7 @@ def test_shapes_are_those_of_the_papers_table(name: str, in_the_paper: str) -> N
     assert config.hidden_size == known.d_model
 
 
+@pytest.mark.filterwarnings("ignore:this bridge was changed since it was made")
 def test_jacobians_and_their_table_and_picture(folder_model, tmp_path, capsys):
     arguments = [
         "--model",

@@ -62,10 +62,14 @@ def test_a_mark_of_the_long_tier_says_why(pytester: pytest.Pytester) -> None:
     ended.stderr.fnmatch_lines(["*test_it* is marked `long` without a reason*"])
 
 
-def test_tests_of_a_group_run_in_one_process(pytester: pytest.Pytester) -> None:
+def test_tests_of_a_group_run_in_one_process(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else what they share is made once in each: pytest 9.2 and pytest-xdist 3.8 do
     that without a word (pytest-xdist#1386).
     """
+    # What else is installed for pytest takes seconds to import in three processes.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
         """
         import os
@@ -78,7 +82,7 @@ def test_tests_of_a_group_run_in_one_process(pytester: pytest.Pytester) -> None:
         """
     )
     ended = pytester.runpytest_subprocess(
-        *("-n", "2", "--dist", "loadgroup", "--junit-xml", "run.xml")
+        *("-p", "xdist", "-n", "2", "--dist", "loadgroup", "--junit-xml", "run.xml")
     )
     ended.assert_outcomes(passed=8)
     text = (pytester.path / "run.xml").read_text()

@@ -626,12 +626,14 @@ def test_numpy_arrays_are_tensors() -> None:
 
 def test_lists_of_numbers_are_arrays_where_arrays_are_wanted() -> None:
     x, y = [[1, 2], [3, 5], [4, 4], [7, 8]], [2, 3, 5, 9]
-    of_arrays = tlc.generalization.bootstrap(
-        np.array(x, float), np.array(y, float), n_resamples=20
-    )
+    with pytest.warns(UserWarning, match="too few to resample"):
+        of_arrays = tlc.generalization.bootstrap(
+            np.array(x, float), np.array(y, float), n_resamples=20
+        )
     of_tensors = (torch.tensor(x), torch.tensor(y))
     for columns in ((x, y), of_tensors, (x, pandas.Series(y))):
-        result = tlc.generalization.bootstrap(*columns, n_resamples=20)
+        with pytest.warns(UserWarning, match="too few to resample"):
+            result = tlc.generalization.bootstrap(*columns, n_resamples=20)
         assert result.slope == of_arrays.slope
 
 

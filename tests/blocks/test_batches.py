@@ -50,6 +50,7 @@ def test_jacobians_equal_autograd_over_the_whole_model(
                     assert_close(J, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*normalises the stream itself")
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "bert"])
 def test_maps_are_those_of_blocks_alone(
     architecture: str, tokenizer_folder: Path

@@ -110,6 +110,7 @@ def test_the_stream_and_what_each_block_adds(
         torch.testing.assert_close(f(2 * f.X), g(2 * g.X))
 
 
+@pytest.mark.filterwarnings("ignore:.*directions of the stream do not pass the block")
 def test_nothing_that_is_stored_changes(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
     trace, _ = traces
     copies = [trace.residual.clone(), *(f.X.clone() for f in trace.blocks)]
@@ -132,6 +133,7 @@ def test_causality(traces: tuple[tlc.Trace, tlc.Trace]) -> None:
     assert expected.is_causal
 
 
+@pytest.mark.filterwarnings("ignore:.*directions of the stream do not pass the block")
 @pytest.mark.parametrize(("t1", "t2"), [(-1, -1), (1, 3), (3, 1)])
 def test_jacobians_and_products(
     traces: tuple[tlc.Trace, tlc.Trace], t1: int, t2: int

@@ -410,6 +410,7 @@ def test_where_one_direction_is_against_a_derivative_two_others_decide(
     assert len(directions) == len(verdicts)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, ")
 @pytest.mark.filterwarnings(
     "ignore:torch.ao.quantization is deprecated:DeprecationWarning"
 )
@@ -516,9 +517,12 @@ def test_an_unexpected_failure_is_a_remark_and_a_warning_and_the_result_right(
         return z if z.shape[1] > 1 else {}["no such key"]
 
     model.add_hook("blocks.1.hook_mlp_out", of_rows)
-    with pytest.warns(
-        UserWarning,
-        match=r"layer 1: token_local_recorded failed \(KeyError.*more expensive way",
+    with (
+        pytest.warns(
+            UserWarning,
+            match=r"layer 1: token_local_recorded failed \(KeyError.*more expensive way",
+        ),
+        pytest.warns(UserWarning, match="token_local failed"),
     ):
         J, path = trace.blocks[1].jacobian(LAST, LAST)
     assert path == "full_sequence"

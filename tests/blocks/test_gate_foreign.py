@@ -125,6 +125,7 @@ def expected_jacobian(X: Tensor, t1: int, t2: int) -> Tensor:
     return torch.autograd.functional.jacobian(output, X[t1])
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("kind", RUN_ANYWAY)
 def test_what_plain_autograd_differentiates_is_measured(
     kind: Callable[[], nn.Module],
@@ -145,6 +146,8 @@ def test_what_plain_autograd_differentiates_is_measured(
     assert not any(buffer.requires_grad for buffer in block.buffers())
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_of_transformers_changes_nothing(
     reentrant: bool,

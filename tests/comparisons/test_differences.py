@@ -41,7 +41,10 @@ def maps(model) -> list[CouplingMap]:
 
 @pytest.fixture(scope="module")
 def hooked(model) -> list[CouplingMap]:
-    with model.hooks(fwd_hooks=HOOKS):
+    with (
+        model.hooks(fwd_hooks=HOOKS),
+        pytest.warns(UserWarning, match="the block multiplies the stream by 2"),
+    ):
         return maps_of(model, PROMPTS)
 
 
@@ -202,7 +205,10 @@ def at_positions(model, text: str, positions: list[int]) -> list[CouplingMap]:
 def test_several_positions_of_a_prompt_are_paired_by_their_positions(model, hooked):
     text = PROMPTS[2]
     a = at_positions(model, text, [1, 3])
-    with model.hooks(fwd_hooks=HOOKS):
+    with (
+        model.hooks(fwd_hooks=HOOKS),
+        pytest.warns(UserWarning, match="the block multiplies the stream by 2"),
+    ):
         b = at_positions(model, text, [1, 3])
     with pytest.warns(
         UserWarning, match="several positions, which are not independent"

@@ -93,6 +93,8 @@ def test_parts_of_a_model_are_one_table(tmp_path):
     assert tables["a"]["change"].tolist() == ["first", "later"]
 
 
+@pytest.mark.filterwarnings("ignore:.*normalises the stream itself")
+@pytest.mark.filterwarnings("ignore:.*directions of the stream do not pass the block")
 def test_blocks_that_normalise_are_those_of_bert(tokenizer_folder, traces):
     assert not composition.normalises(traces[0])
     model = tiny.bridge(tiny.huggingface_model("bert"), tokenizer_folder)

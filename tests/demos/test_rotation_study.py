@@ -36,6 +36,7 @@ def test_differences_are_paired_over_texts():
     assert table.loc[("write", 45.0), "shrunk"].startswith("1.5 [")
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_a_cost_that_follows_depth_has_no_partial_correlation():
     layer = np.arange(30)
     distance = np.abs(layer - 14.5)

@@ -265,5 +265,8 @@ def test_bad_arguments(model, subspace, tokenizer_folder):
     with pytest.raises(ValueError, match="rank"):
         tlc.directions.shared_subspace([trace], rank=33)
     bert = tiny.bridge(tiny.huggingface_model("bert"), tokenizer_folder)
-    with pytest.raises(ValueError, match="normalises the stream"):
+    with (
+        pytest.raises(ValueError, match="normalises the stream"),
+        pytest.warns(UserWarning, match="normalises the stream itself"),
+    ):
         tlc.directions.shared_subspace([tlc.trace(bert, tiny.TOKENS)], rank=2, k=2)

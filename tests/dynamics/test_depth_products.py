@@ -339,9 +339,17 @@ def test_jacobians_without_products_are_refused_in_a_line(J, message):
 
 
 def test_a_block_that_nothing_passes_is_refused_on_a_trace():
-    trace = affine_trace(torch.stack([0.3 * matrix(6, 1), -torch.eye(6).double()]))
+    J = torch.stack([0.3 * matrix(6, 1), -torch.eye(6).double()])
     for measure in (tlc.dynamics.products, tlc.dynamics.product_map):
-        with pytest.raises(ValueError, match="layer 1: J is −I"):
+        # Remarks on a trace are made once.
+        trace = affine_trace(J)
+        with (
+            pytest.raises(ValueError, match="layer 1: J is −I"),
+            pytest.warns(UserWarning, match="normalises the stream itself"),
+            pytest.warns(
+                UserWarning, match="directions of the stream do not pass the block"
+            ),
+        ):
             measure(trace, n_draws=2)
     assert tlc.dynamics.products(trace, layers=[0], n_draws=2).layers == (0,)
 
@@ -401,7 +409,10 @@ def test_a_product_that_is_zero_in_some_orders_has_no_nan():
     assert (result.shuffled_log_largest == -math.inf).all()
     assert result.null_log_largest.isfinite().all()
     assert (result.alignment_gain[1:] == -math.inf).all()
-    of_map = tlc.dynamics.product_map(affine_trace(J.double()), n_draws=1)
+    with pytest.warns(
+        UserWarning, match="directions of the stream do not pass the block"
+    ):
+        of_map = tlc.dynamics.product_map(affine_trace(J.double()), n_draws=1)
     assert of_map.log_largest[1, 0] == of_map.log_largest[2, 0] == -math.inf
     assert of_map.log_largest[2, 1] == pytest.approx(0, abs=1e-9)
     assert of_map.log_largest[2, 2] == pytest.approx(math.log(2))

@@ -138,6 +138,7 @@ def test_frozen_jacobians_of_all_tokens_and_the_bias_give_the_step(
     assert torch.equal(later, torch.zeros_like(later))
 
 
+@pytest.mark.filterwarnings("ignore:.*directions of the stream do not pass the block")
 @pytest.mark.parametrize("function", ["block", "branches"])
 def test_the_identity_holds_where_the_block_normalises_the_stream(
     function: Any, tokenizer_folder: Path

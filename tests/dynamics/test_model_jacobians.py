@@ -49,7 +49,8 @@ def test_frozen_it_makes_the_last_stream(tokenizer_folder):
 def test_of_tokens_that_see_later_ones(tokenizer_folder):
     model = tiny.bridge(tiny.huggingface_model("bert", seed=1), tokenizer_folder)
     trace = tlc.trace(model, PROMPT)
-    D = tlc.dynamics.model_jacobian(trace, -1, position=1)
+    with pytest.warns(UserWarning, match="normalises the stream itself"):
+        D = tlc.dynamics.model_jacobian(trace, -1, position=1)
     block = trace.blocks[-1]
     for t in range(trace.n_pos):
         J = torch.autograd.functional.jacobian(

@@ -216,7 +216,7 @@ def test_the_estimated_norm_is_that_of_a_known_matrix():
 def test_auto_takes_what_the_plan_says(wide_trace, tokenizer_folder):
     """Products of wide experts, with a small k; J where `without` needs it."""
     assert tlc.plan(wide_trace, K).cheaper == "jacobians"
-    sizes = {"hidden_size": 2048, "intermediate_size": 16}
+    sizes = {"hidden_size": 1536, "intermediate_size": 16}
     experts = tiny.bridge(tiny.huggingface_model("mixtral", **sizes), tokenizer_folder)
     trace = tlc.trace(experts, tiny.TOKENS)
     plan = tlc.plan(trace, 1)

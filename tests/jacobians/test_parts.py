@@ -52,6 +52,7 @@ def held_constant(
         yield
 
 
+@pytest.mark.filterwarnings("ignore:.*normalises the stream itself")
 @pytest.mark.parametrize("architecture", KINDS)
 def test_components_are_autograds_with_the_other_parts_held_constant(
     architecture: str, tokenizer_folder: Path
@@ -131,7 +132,8 @@ def test_branches_of_a_block_that_normalises_have_no_skip(
 ) -> None:
     hf_model = tiny.huggingface_model("bert")
     trace = tlc.trace(tiny.bridge(hf_model, tokenizer_folder), tiny.TOKENS)
-    parts = tlc.block_parts(trace, LAYER, function="branches")
+    with pytest.warns(UserWarning, match="normalises the stream itself"):
+        parts = tlc.block_parts(trace, LAYER, function="branches")
     J = tlc.block_jacobian(trace, LAYER, function="branches")
     assert relative_error(parts.matrices.sum(0), J, J) < 1e-5
     assert "1_skip" not in parts.labels

@@ -349,16 +349,19 @@ def test_it_has_one_digest_however_random_numbers_stand(
     for seed in (1, 2):
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        trace = tlc.trace(tlc.load_model(folder), tiny.TOKENS)
+        with pytest.warns(UserWarning, match="head is not in the checkpoint"):
+            trace = tlc.trace(tlc.load_model(folder), tiny.TOKENS)
         assert torch.equal(torch.get_rng_state(), state)
         digests.add(trace.provenance["weights_digest"])
     assert len(digests) == 1
 
 
 def test_a_survey_of_it_has_no_loss_and_says_so(tmp_path: Path) -> None:
-    trace = tlc.trace(tlc.load_model(str(headless(tmp_path))), tiny.TOKENS)
+    with pytest.warns(UserWarning, match="head is not in the checkpoint"):
+        trace = tlc.trace(tlc.load_model(str(headless(tmp_path))), tiny.TOKENS)
     settings = Settings(k=(3,))
-    measured = measures(trace, settings, tlc.depth_coupling(trace, k=3))
+    with pytest.warns(UserWarning, match="normalises the stream itself"):
+        measured = measures(trace, settings, tlc.depth_coupling(trace, k=3))
     assert bool(measured.loss.isnull())
     assert bool(measured.logit_lens_entropy.isnull().all())
     assert "no logits, entropies or losses" in str(measured.remarks.item())

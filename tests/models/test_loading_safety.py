@@ -153,6 +153,7 @@ def test_code_is_run_where_it_is_asked_for(
     assert tlc.trace(model, "w7 w8").provenance["trust_remote_code"] is True
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 def test_pickled_weights_are_refused(folder: Path, witness: Path) -> None:
     model_folders.poison_weights(folder, witness)
     with pytest.raises(

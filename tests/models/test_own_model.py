@@ -38,6 +38,9 @@ def a_change(kind: str) -> Given:
     pytest.skip(f"no {kind} here: it needs another package")
 
 
+@pytest.mark.filterwarnings("ignore:.*directions of the stream do not pass the block")
+@pytest.mark.filterwarnings("ignore:.*normalises the stream itself")
+@pytest.mark.filterwarnings("ignore:.*token_local_recorded failed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_change_of_each_kind_is_right_or_refused(kind: str) -> None:
     given = a_change(kind)
@@ -164,6 +167,8 @@ def test_a_folder_whose_attention_is_not_causal(memory: str, tmp_path: Path) -> 
 BODIES = {"llama": "LlamaModel", "gpt2": "GPT2Model", "bert": "BertModel"}
 
 
+@pytest.mark.filterwarnings("ignore:.*directions of the stream do not pass the block")
+@pytest.mark.filterwarnings("ignore:.*normalises the stream itself")
 @pytest.mark.parametrize("architecture", BODIES)
 def test_a_body_without_a_head(architecture: str) -> None:
     """`AutoModel` makes them."""
@@ -226,6 +231,7 @@ def test_a_model_in_train_mode_is_measured_in_eval_mode_and_left_in_its_own() ->
     assert all(part.training for part in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:.*token_local_recorded failed")
 def test_an_adapter_that_is_active_from_a_token_on_has_its_hooks_in_each_block() -> (
     None
 ):

@@ -262,6 +262,7 @@ def test_metrics_leave_out_a_sink_of_any_result():
     assert "sink: token 2 ‘$5’" in fig.get_suptitle()
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @pytest.mark.parametrize(
     ("n_layers", "width"), [(20, 11), (11, 11), (10, 9), (2, 1), (1, 1)]
 )

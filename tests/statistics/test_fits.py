@@ -427,6 +427,7 @@ def test_anscombes_third_hangs_on_one_point():
     assert influence.table.loc["m13", "cooks_distance"] == pytest.approx(1.39, abs=0.01)
 
 
+@pytest.mark.filterwarnings("ignore:The design matrix is rank-deficient")
 def test_anscombes_fourth_is_one_point():
     with pytest.raises(ValueError, match="without '7': 'x' is the same"):
         leave_one_out(anscombe("IV"), "x", "y")

@@ -44,7 +44,8 @@ def test_an_unpaired_difference_is_welchs(samples):
 
 
 def test_of_one_sample_there_is_no_interval():
-    difference = paired_difference(np.ones((1, 2)), np.full((1, 2), 3.0))
+    with pytest.warns(UserWarning, match="the difference of single samples"):
+        difference = paired_difference(np.ones((1, 2)), np.full((1, 2), 3.0))
     np.testing.assert_array_equal(difference.estimate, 2)
     for field in (difference.low, difference.high, difference.p):
         assert np.isnan(field).all()

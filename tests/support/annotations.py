@@ -103,10 +103,11 @@ class _Checks:
         variable of `fn`.
         """
         if self._compiled is None:
-            cells = tuple(CellType() for _ in self.code.co_freevars)
-            # beartype takes a function with an empty closure for one within another.
+            # None where there are none: beartype takes a tuple for a sign of an outer
+            # function.
+            cells = tuple(CellType() for _ in self.code.co_freevars) or None
             empty = FunctionType(
-                self.code, fn.__globals__, fn.__name__, fn.__defaults__, cells or None
+                self.code, fn.__globals__, fn.__name__, fn.__defaults__, cells
             )
             for name in ("__kwdefaults__", "__module__", "__qualname__"):
                 setattr(empty, name, getattr(fn, name))

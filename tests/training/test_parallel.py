@@ -80,6 +80,7 @@ SHARDED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 @pytest.mark.parametrize("shard", SHARDED)
 def test_sharded_weights_are_refused_before_the_model_is_called(
     shard: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def by_token(x: Tensor, measure: Callable[[list[list[float]]], float]) -> list[f
     return [measure(x[:, token].tolist()) for token in range(x.shape[1])]
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @few
 @given(seed=seeds, length=n_steps, d=widths)
 def test_measures_are_the_formulas_written_out(seed: int, length: int, d: int) -> None:
@@ -94,6 +95,7 @@ def test_measures_are_the_formulas_written_out(seed: int, length: int, d: int) -
     close(equidistance(x), by_token(x, naive_equidistance), 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @few
 @given(seed=seeds, length=n_steps, half=st.integers(0, 5))
 def test_windows_and_depths_are_scores_of_slices(
@@ -115,6 +117,7 @@ def test_windows_and_depths_are_scores_of_slices(
 # --- closed forms
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @few
 @given(seed=seeds, length=n_steps, d=widths, scale=scales)
 def test_a_line_scores_one_whatever_its_spacing(
@@ -130,6 +133,7 @@ def test_a_line_scores_one_whatever_its_spacing(
     assert bool((line_shape_score_by_depth(x) >= 1).all())
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @few
 @given(seed=seeds, length=n_steps, d=widths, batch=batches)
 def test_no_score_is_below_one(
@@ -165,6 +169,7 @@ def test_windows_are_centred() -> None:
     close(scores, scores.flip(0), 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @few
 @given(
     seed=seeds, length=n_steps, d=widths, rate=st.floats(0.05, 1.5), decay=st.booleans()
@@ -209,6 +214,7 @@ def test_norms_and_steps() -> None:
 # --- what must not matter
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @few
 @given(seed=seeds, length=n_steps, d=widths, scale=scales, batch=batches)
 def test_rotation_and_scale_do_not_matter(

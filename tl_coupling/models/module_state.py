@@ -108,7 +108,8 @@ def left_as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     # A bridge has a hook point for every value, and none of them has a state.
-    found = [_found(part) for part in parts if not hasattr(part, "fwd_hooks")]
+    # Looked for in `vars`: what a part lacks, a bridge looks for in all that it wraps.
+    found = [_found(part) for part in parts if "fwd_hooks" not in vars(part)]
     with shared_changes(torch.random.fork_rng(devices=[])) as undo:
         for state in found:
             undo.callback(_put_back, state)

@@ -409,7 +409,8 @@ def test_intervals_cover_what_is_true():
 
 def test_degenerate_draws_are_counted():
     x = np.array([[1.0], [2], [4]])
-    result = bootstrap(x, np.array([1.0, 2, 3]), n_resamples=5000)
+    with pytest.warns(UserWarning, match="too few to resample"):
+        result = bootstrap(x, np.array([1.0, 2, 3]), n_resamples=5000)
     # All three models: 3! of 3³ draws.
     assert result.n_dropped / 5000 == pytest.approx(1 - 6 / 27, abs=0.02)
     rng = np.random.default_rng(0)
@@ -744,7 +745,10 @@ def test_prompts_that_only_some_models_know_are_said():
     data["mean_coupling"][:, :, 5] = np.nan
     assert generalization_study(data, n_resamples=50).n_prompts == 5
     data["mean_coupling"][3, :, 4] = np.nan
-    with pytest.warns(UserWarning, match="org/m3: some prompts .* the 4 of 5 that all"):
+    with (
+        pytest.warns(UserWarning, match="org/m3: some prompts .* the 4 of 5 that all"),
+        pytest.warns(UserWarning, match="org/m3: some prompts .* the 1 of 2 that all"),
+    ):
         result = generalization_study(data, n_resamples=50)
     assert result.table["coupling"][3] == pytest.approx(
         data["mean_coupling"].values[3, 0, :4, 1].mean()
@@ -769,7 +773,10 @@ def test_a_warning_of_missing_prompts_points_at_the_users_line():
     data = survey(n_models=5)
     data["mean_coupling"][3, :, 4] = np.nan
     message = "org/m3: some prompts were not measured; means are over the 5 of 6"
-    with pytest.warns(UserWarning, match=message) as warned:
+    with (
+        pytest.warns(UserWarning, match=message) as warned,
+        pytest.warns(UserWarning, match="org/m3: some prompts .* the 2 of 3 that all"),
+    ):
         generalization_study(data, n_resamples=50)
     assert {record.filename for record in warned} == {__file__}
 

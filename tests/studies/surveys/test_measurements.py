@@ -307,6 +307,7 @@ def test_products_in_place_of_jacobians_give_the_same_coupling(model) -> None:
         Settings(method="products", metric="stream")
 
 
+@pytest.mark.filterwarnings("ignore:.*these trajectories have one step")
 @pytest.mark.parametrize(
     ("n_layers", "wanted", "width"), [(1, 11, 1), (4, 11, 3), (5, 11, 5), (5, 3, 3)]
 )
