@@ -49,11 +49,11 @@ from tl_coupling.measures import random_subspace_null as random_subspace_null
 from tl_coupling.measures import spectral_miscoupling as spectral_miscoupling
 from tl_coupling.models import ModelError as ModelError
 from tl_coupling.models import load_model as load_model
-from tl_coupling.pictures import plot_adjacency as plot_adjacency
-from tl_coupling.pictures import plot_comparison as plot_comparison
-from tl_coupling.pictures import plot_coupling as plot_coupling
-from tl_coupling.pictures import plot_coupling_matrices as plot_coupling_matrices
-from tl_coupling.pictures import plot_trajectories as plot_trajectories
+from tl_coupling.plots import plot_adjacency as plot_adjacency
+from tl_coupling.plots import plot_comparison as plot_comparison
+from tl_coupling.plots import plot_coupling as plot_coupling
+from tl_coupling.plots import plot_coupling_matrices as plot_coupling_matrices
+from tl_coupling.plots import plot_trajectories as plot_trajectories
 from tl_coupling.portraits import portrait as portrait
 from tl_coupling.prompts import Prompt as Prompt
 from tl_coupling.prompts import load_prompts as load_prompts
