@@ -36,7 +36,7 @@ from torch import nn  # noqa: E402
 import tiny  # noqa: E402
 import tl_coupling as tlc  # noqa: E402
 from blank_pictures import unrendered  # noqa: E402
-from command_line import typed  # noqa: E402
+from command_line import typed, warnings_shown  # noqa: E402
 from tiers import pytest_collection_modifyitems  # noqa: E402, F401  (a hook)
 
 # A process that a script starts in its background ignores Ctrl-C, and so do its children.
@@ -177,7 +177,7 @@ def call(
         words = ["tl-coupling", *map(str, arguments), *typed(**options)]
         monkeypatch.setattr(sys, "argv", words)
         rendering = nullcontext() if drawn else unrendered()
-        with rendering, pytest.raises(SystemExit) as stopped:
+        with rendering, warnings_shown(), pytest.raises(SystemExit) as stopped:
             main()
         streams = capsys.readouterr()
         assert (stopped.value.code or 0) == status, streams.err

@@ -11,7 +11,7 @@ from scipy import stats
 
 import tiny
 from blank_pictures import unrendered
-from command_line import typed
+from command_line import typed, warnings_shown
 from fake_survey import survey
 from tl_coupling import Settings
 from tl_coupling.cli import main
@@ -40,7 +40,7 @@ def call(monkeypatch, capsys, as_a_user):
         monkeypatch.setattr(sys, "argv", ["tl-coupling", "generalization", *words])
         monkeypatch.setenv("COLUMNS", "200")
         rendering = nullcontext() if drawn else unrendered()
-        with rendering, pytest.raises(SystemExit) as stopped:
+        with rendering, warnings_shown(), pytest.raises(SystemExit) as stopped:
             main()
         streams = capsys.readouterr()
         return (

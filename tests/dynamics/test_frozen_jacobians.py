@@ -160,6 +160,7 @@ def test_the_identity_holds_where_the_block_normalises_the_stream(
     assert expected.any()
 
 
+@pytest.mark.filterwarnings("ignore:.*token_local_recorded failed")
 @tiny.needs_hooked_transformer
 @pytest.mark.parametrize("name", ["gpt2", "EleutherAI/pythia-14m"])
 def test_both_backends_have_the_same_frozen_jacobians(name: str, hub: Path) -> None:

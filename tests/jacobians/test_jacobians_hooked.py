@@ -156,6 +156,7 @@ def test_hooks_on() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:this model's writing weights are centred")
 def test_the_pages_lines_run_as_printed() -> None:
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "models.md").read_text()
     (lines,) = [

@@ -1,7 +1,9 @@
 """The options of a command as they are typed, and the examples of its help text."""
 
 import re
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def printed_examples(text: str) -> list[str]:
@@ -22,3 +24,13 @@ def typed(**options: object) -> Iterator[str]:
         values = value if isinstance(value, list) else [value]
         for each_value in values:
             yield from (flag, str(each_value))
+
+
+@contextmanager
+def warnings_shown() -> Iterator[None]:
+    """Show warnings of the package, as a user's Python does: commands print them as lines
+    of their own, which tests read beside the results.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("default", category=UserWarning)
+        yield
