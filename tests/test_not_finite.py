@@ -57,7 +57,7 @@ WITHOUT_NUMBERS = {
     "tl_coupling.plots.off_screen": "nothing",
     "tl_coupling.plots.paper_style": "nothing",
     "tl_coupling.prompts.prompts_per_task": "texts",
-    "tl_coupling.run": "texts, and files of models",
+    "tl_coupling.run_survey": "texts, and files of models",
     "tl_coupling.surveys.local_checkpoints": "a folder",
     "tl_coupling.surveys.precision_sweep": "texts, and the files of a model",
     "tl_coupling.surveys.pythia_steps": "whole numbers",

@@ -212,7 +212,7 @@ def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
         drawn.setdefault(which, set()).add(ax.images[0].get_clim())
         return ax
 
-    monkeypatch.setattr(tlc.plots, "plot_coupling", spy)
+    monkeypatch.setattr("tl_coupling.pictures.plot_coupling", spy)
     open_before = pyplot.get_fignums()
     with unrendered():
         html_report(runs)

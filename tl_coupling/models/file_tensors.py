@@ -93,7 +93,9 @@ def _dequantized(path: str, name: str) -> Tensor:
     from gguf import GGUFReader, dequantize
 
     tensor = next(t for t in GGUFReader(path).tensors if t.name == name)
-    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+    weight = dequantize(tensor.data, tensor.tensor_type)
+    # Numbers that are not quantised are the file's own memory, which cannot be written.
+    return torch.from_numpy(weight if weight.flags.writeable else weight.copy())
 
 
 def _safetensors(path: str) -> Iterator[FileTensor]:

@@ -13,8 +13,8 @@ from scipy import stats
 from axes import named_lines
 from fake_survey import KS, survey
 from made_up_results import walk
+from tl_coupling.pictures import labels
 from tl_coupling.plots import (
-    labels,
     plot_covariates,
     plot_profiles,
     plot_prompts,
