@@ -62,6 +62,42 @@ def test_a_mark_of_the_long_tier_says_why(pytester: pytest.Pytester) -> None:
     ended.stderr.fnmatch_lines(["*test_it* is marked `long` without a reason*"])
 
 
+def test_a_remark_fails_a_test_of_the_fast_tier_alone(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest("from tiers import pytest_collection_modifyitems")
+    pytester.makeini(
+        "[pytest]\nmarkers = long(reason): why\n"
+        "filterwarnings =\n    error:a remark\n    error:old"
+    )
+    pytester.makepyfile(
+        """
+        import warnings
+
+        import pytest
+
+        def test_fast():
+            warnings.warn("a remark")
+
+        @pytest.mark.long("all architectures")
+        def test_long():
+            warnings.warn("a remark")
+
+        @pytest.mark.long("all architectures")
+        def test_long_deprecation():
+            warnings.warn("old", DeprecationWarning)
+
+        @pytest.mark.filterwarnings("error:a remark")
+        @pytest.mark.long("all architectures")
+        def test_long_without_remarks():
+            warnings.warn("a remark")
+        """
+    )
+    ended = pytester.runpytest_inprocess("-p", "no:randomly")
+    ended.assert_outcomes(passed=1, failed=3, warnings=1)
+    ended.stdout.no_fnmatch_line("FAILED *::test_long - *")
+
+
 def test_tests_of_a_group_run_in_one_process(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,7 +232,7 @@ def state():
 
 expected, paths = measure()
 # Parts of blocks are replaced, too.
-assert all("linearised" in path for path in paths.values()), paths
+assert all("recorded" in path for path in paths.values()), paths
 before = state()
 
 class Stopping:
