@@ -267,7 +267,7 @@ def compare(
 
     Example:
         >>> a = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
-        >>> hook = ("blocks.0.hook_out", lambda stream, hook: 1.5 * stream)
+        >>> hook = ("blocks.0.hook_mlp_out", lambda added, hook: 1.5 * added)
         >>> with model.hooks(fwd_hooks=[hook]):
         ...     b = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
         >>> comparison = tlc.compare(a, b)

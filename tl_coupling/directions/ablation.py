@@ -111,7 +111,7 @@ class Ablation(Effects):
 
         Example:
             >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
-            >>> result = tlc.directions.ablate(model, ["w1 w2 w3"], subspace, n_draws=2)
+            >>> result = tlc.directions.ablate(model, ["w1 w2 w3", "w4 w5"], subspace, n_draws=2)
             >>> result.to_dataframe().kind.tolist()[:3]
             ['shared', 'random', 'norm_matched']
         """

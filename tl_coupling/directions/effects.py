@@ -76,7 +76,7 @@ class Effects(Saved):
         `draws_low` and `draws_high` are the smallest and the largest mean of a draw.
 
         Example:
-            >>> result = tlc.directions.rotate(model, ["w1 w2 w3"], [0], n_draws=2)
+            >>> result = tlc.directions.rotate(model, ["w1 w2 w3", "w4 w5"], [0], n_draws=2)
             >>> result.to_dataframe().kind.tolist()
             ['alone', 'shrunk']
         """
