@@ -15,7 +15,13 @@ import numpy as np
 import pytest
 import xarray
 
-from tl_coupling.files import file_name, remove_left_overs, write_atomically
+from tl_coupling.files import (
+    as_cell,
+    file_name,
+    of_cell,
+    remove_left_overs,
+    write_atomically,
+)
 from tl_coupling.studies.surveys import units
 from tl_coupling.studies.surveys.units import (
     Folder,
@@ -288,3 +294,15 @@ def test_long_names_are_cut_and_still_differ() -> None:
     names = [file_name("a" * 400 + end) for end in "xy"]
     assert all(len(name) == 150 + len("~") + 16 for name in names)
     assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize("value", ["plain", "a = b", "-0.3", "+1e5", "", 3, None, 0.5])
+def test_a_cell_that_is_no_formula_stays_as_it_is(value: object) -> None:
+    assert as_cell(value) == value
+    assert of_cell(value) == value
+
+
+@pytest.mark.parametrize("text", ["=1+1", "@sum", "+a", "-x", "\t=1"])
+def test_a_formula_is_marked_and_read_again(text: str) -> None:
+    assert as_cell(text) == f"'{text}"
+    assert of_cell(as_cell(text)) == text
