@@ -308,6 +308,7 @@ NO_RESULTS = {
 }
 # What a reading leaves out on purpose, and its documentation says so.
 LEAVES_OUT = {
+    ("Carriers", "table"): "a row without a share in some draw is not in the null",
     ("Comparison", "differing"): "a pair whose p is not known is not said to differ",
     ("Decoded", "to_dataframe"): "a control with fewer draws has NaN for the others",
     ("HeadCoupling", "__repr__"): "a head that adds nothing has no coupling",
@@ -315,6 +316,8 @@ LEAVES_OUT = {
     ("HeadCoupling", "largest_of_null"): "a head that adds nothing has no coupling",
     ("HeadCoupling", "share_above_null"): "a head that adds nothing has no coupling",
     ("HeadCoupling", "strongest"): "a head that adds nothing has no coupling",
+    ("HeadCoupling", "table"): "a head that adds nothing has no coupling",
+    ("TrajectoryResult", "table"): "it says for how many tokens a mean is undefined",
     ("Generalization", "remarks"): "what is not known is not said",
 }
 

@@ -238,8 +238,8 @@ def test_the_real_model_is_surveyed_by_task_and_its_blocks_changed(
         ladder, "redundancy", lambda *arguments: changed.append(arguments) or "ρ"
     )
     lines = [
-        {"id": f"{task}{i}", "prompt": f"w{i} w2 w3", "task": task}
-        for task in "ab"
+        {"id": f"{task}{i}", "prompt": f"w{first + i} w2 w3", "task": task}
+        for task, first in (("a", 3), ("b", 10))
         for i in range(5)
     ]
     (tmp_path / "p.jsonl").write_text(
