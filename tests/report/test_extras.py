@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
 import tl_coupling as tlc
@@ -116,6 +117,15 @@ def test_directions_show_both_ends_of_each(page, runs):
         largest = f"{decoded.components[component]} {decoded.reads[i, component]:+.2f}"
         assert f"<dt>reads</dt><dd>{largest}" in card
         assert f"σ = {float(decoded.gains[i]):.2f}" in card
+        assert "one group with" not in card
+
+
+def test_a_direction_names_the_others_of_its_group(runs):
+    decoded = replace(runs["trained"].decoded, groups=torch.tensor([0, 1, 1, 2, 1, 3]))
+    page = html_report({"trained": replace(runs["trained"], decoded=decoded)})
+    cards = section_of(page, "directions").split('<div class="direction">')[1:]
+    groups = [re.findall(r"one group with ([\d, ]+);", card) for card in cards]
+    assert groups == [[], ["2, 4"], ["1, 4"], [], ["1, 2"], []]
 
 
 def test_tokens_are_escaped(runs):

@@ -49,10 +49,11 @@ def test_a_crossed_mean_of_two_axes_is_that_of_each_entry():
         assert half_width_of_entry == pytest.approx(half_width[i])
 
 
-def test_a_crossed_mean_of_one_column_has_the_t_interval():
-    x = np.random.default_rng(5).standard_normal((6, 1))
+@pytest.mark.parametrize("n", [6, 2])
+def test_a_crossed_mean_of_one_column_has_the_t_interval(n: int):
+    x = np.random.default_rng(5).standard_normal((n, 1))
     mean, half_width = crossed_mean(x)
-    low, high = stats.t.interval(0.95, 5, x.mean(), stats.sem(x[:, 0]))
+    low, high = stats.t.interval(0.95, n - 1, x.mean(), stats.sem(x[:, 0]))
     assert [mean - half_width, mean + half_width] == pytest.approx([low, high])
 
 
