@@ -318,3 +318,11 @@ def test_layers_that_share_all_directions_have_the_smallest_p():
     )
     assert alike.mean(3) == pytest.approx(1)
     assert alike.null_p(3) == 1 / 8001
+
+
+def test_a_mean_that_is_undefined_has_no_p():
+    random = random_map(layers=(0, 1))
+    # Singular vectors in which the other layer does nothing.
+    nothing = dataclasses.replace(random, matrices=torch.zeros_like(random.matrices))
+    with pytest.warns(UserWarning, match="undefined"):
+        assert math.isnan(nothing.null_p(2))

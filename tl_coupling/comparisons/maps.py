@@ -1,5 +1,6 @@
 """The result of comparing connections of one prompt."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -318,7 +319,7 @@ class CouplingMap(Saved):
         One-sided, of the means that `null_interval` has the middle 95 % of. There are
         thousands of them: p is never below .0001, and not corrected for how many k or
         measures were looked at. Of a mean over prompts it says nothing of other
-        prompts, which `interval` is for.
+        prompts, which `interval` is for. NaN where the mean is.
 
         Args:
             k, measure, off_diagonal, within, n_draws, seed, options: as in
@@ -339,6 +340,9 @@ class CouplingMap(Saved):
             within=within,
         )
         mean = self.mean(k, measure, off_diagonal, **options)
+        # NaN is below everything, and would be the smallest p.
+        if math.isnan(mean) or bool(means.isnan().any()):
+            return math.nan
         n_at_least = int((means >= mean).sum())
         return (1 + n_at_least) / (1 + len(means))
 
@@ -497,11 +501,11 @@ class CouplingMap(Saved):
     def strongest(
         self, n: Count = 10, k: int | None = None, measure: AnyMeasure = "coupling"
     ) -> list[CoupledPair]:
-        """Return the n pairs of different connections that are coupled most.
+        """Return the n pairs of different connections with the largest values.
 
-        Values that are undefined (NaN) are left out. Of many pairs the largest is large
-        by chance as well: compare it with the twin's, or with `null_interval` of pairs
-        that you chose before.
+        They are coupled most, unless the measure is of miscoupling. Values that are
+        undefined (NaN) are left out. Of many pairs the largest is large by chance as
+        well: compare it with that of an untrained twin.
 
         Example:
             >>> result = tlc.depth_coupling(trace, k=4)
