@@ -26,13 +26,13 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.cli.tables import choices_table
-from tl_coupling.comparisons import CouplingMap, MeanCouplingMap
+from tl_coupling.comparisons import CouplingMap, MeanCouplingMap, describe_pairs
 from tl_coupling.files import file_name, write_table
 from tl_coupling.measures import Metric
 from tl_coupling.models import EMBEDDED_MODEL
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import ShortTable
-from tl_coupling.studies.surveys import describe_pairs, joined_runs, measures_of_maps
+from tl_coupling.studies.surveys import joined_runs, measures_of_maps
 
 if TYPE_CHECKING:
     import xarray

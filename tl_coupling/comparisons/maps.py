@@ -708,12 +708,9 @@ class CouplingMap(Saved):
 
     def _pairs_in_words(self, off_diagonal: bool) -> str:
         """Return which pairs a mean is over."""
-        noun = "layers" if self.kind == "depth" else "tokens"
-        if off_diagonal:
-            return f"pairs of different {noun}"
         if self.kind == "depth":
-            return "all pairs of layers, l = l' among them"
-        return "all pairs of tokens"
+            return describe_pairs(not off_diagonal)
+        return "pairs of different tokens" if off_diagonal else "all pairs of tokens"
 
     def _values_at_every_k(self) -> dict[str, Float[Tensor, "k n_rows n_cols"]]:
         """Return each of `_TABULATED`, of every pair at every k."""
@@ -780,6 +777,13 @@ def _tabulated_values(
         "normalized_miscoupling": values[names.index("normalized_miscoupling")],
         "null": nulls[coupling],
     }
+
+
+def describe_pairs(diagonal: bool) -> str:
+    """Say which pairs of layers: all of them, or different ones."""
+    if diagonal:
+        return "all pairs of layers, l = l' among them"
+    return "pairs of different layers"
 
 
 def mean_over_pairs(

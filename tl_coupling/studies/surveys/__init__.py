@@ -21,7 +21,6 @@ from tl_coupling.studies.surveys.precision import (
     precision_sweep,
 )
 from tl_coupling.studies.surveys.readings import (
-    describe_pairs,
     joined_runs,
     measure_table,
     null_interval_of_coupling,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tl_coupling.arguments import checked
-from tl_coupling.comparisons import null_interval_of_spectra
+from tl_coupling.comparisons import describe_pairs, null_interval_of_spectra
 from tl_coupling.measures import Orientation, mean_name, measured_in, null_name
 from tl_coupling.statistics import Interval
 
@@ -27,13 +27,6 @@ _WIDEST = 256
 def pairs_of_layers(data: "xarray.Dataset") -> str:
     """Say which pairs of layers the means in the data are over."""
     return describe_pairs(bool(data.attrs.get("diagonal", 0)))
-
-
-def describe_pairs(diagonal: bool) -> str:
-    """Say which pairs of layers: all of them, or different ones."""
-    if diagonal:
-        return "all pairs of layers, l = l' among them"
-    return "pairs of different layers"
 
 
 @checked
