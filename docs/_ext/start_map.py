@@ -21,7 +21,7 @@ def start_map(app: Sphinx) -> None:
     if found is None:
         raise ExtensionError("the report has no map")
     text = (
-        f"<style>{VIEW_STYLE}</style>\n{found[1]}\n"
+        f"<style>{VIEW_STYLE}</style>\n<div data-address>{found[1]}</div>\n"
         f'<script type="module">{explorer_script()}</script>\n'
     )
     write(Path(app.srcdir, "_made/map.html"), text)

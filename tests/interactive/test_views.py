@@ -114,7 +114,6 @@ def test_a_view_is_circuitsvis_and_asks_no_network(
     sources = {
         view._repr_html_(),
         view.__html__(),
-        str(view),
         view.show_code(),
         view.local_src,
         view.cdn_src,
@@ -125,6 +124,20 @@ def test_a_view_is_circuitsvis_and_asks_no_network(
     assert "sourceMappingURL" not in source
     assert "src=" not in source.split("<script", 1)[0]
     assert source.count("<script type=") == source.count("</script") == 1
+
+
+def test_a_view_is_saved_as_a_page_and_printed_in_a_line(tmp_path: Path) -> None:
+    view = show_tokens(["é", "<b>"], torch.tensor([1.0, 2.0]))
+    assert str(view) == repr(view) == "<View with 1 circuitsvis widgets>"
+    path = view.save(tmp_path / "tokens.html")
+    source = path.read_bytes().decode("utf-8")
+    assert source.startswith(
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+    )
+    assert '<meta name="viewport"' in source
+    assert view.body in source
+    with pytest.raises(FileNotFoundError):
+        view.save(tmp_path / "no-such-folder" / "tokens.html")
 
 
 def test_bodies_are_the_same_for_the_same_data() -> None:
@@ -390,7 +403,9 @@ def test_views_of_hostile_tokens_in_a_browser(
         show_layers_by_token(HOSTILE, {"by layer": values.expand(3, -1)}),
     )
     page = tmp_path / "views.html"
-    page.write_text(PAGE + "".join(map(str, views)), encoding="utf-8")
+    page.write_text(
+        PAGE + "".join(view._repr_html_() for view in views), encoding="utf-8"
+    )
     browser.open_page(chromium, page, width)
     assert browser.requested(chromium) == [page.as_uri()]
     assert browser.complaints(chromium) == []
@@ -432,7 +447,7 @@ def test_the_pointer_over_a_map_reads_every_pair(
     chromium: Any, tmp_path: Path, square: tlc.CouplingMap
 ) -> None:
     page = tmp_path / "map.html"
-    page.write_text(PAGE + str(show_token_coupling(square)), encoding="utf-8")
+    show_token_coupling(square).save(page)
     browser.open_page(chromium, page, 1280)
     chromium.execute_script(
         "const draw = CanvasRenderingContext2D.prototype.fillText; window.texts = [];"
@@ -489,13 +504,8 @@ def test_the_pointer_over_a_map_reads_every_pair(
 @pytest.mark.long("shows a page in a browser")
 def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     page = tmp_path / "tokens.html"
-    page.write_text(
-        PAGE
-        + str(
-            show_tokens(list("abcde"), torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan]))
-        ),
-        encoding="utf-8",
-    )
+    values = torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan])
+    show_tokens(list("abcde"), values).save(page)
     browser.open_page(chromium, page, 1280)
     red, white, pale, blue, undefined = chromium.execute_script(
         "return [...document.querySelectorAll('.colored-tokens > "

@@ -218,8 +218,9 @@ def test_maps_of_trained_and_untrained_share_a_scale_and_no_figure_stays_open(
         html_report(runs)
     assert pyplot.get_fignums() == open_before
     kinds = ("self", None, 4), ("context", "input", 4), ("context", "output", 4)
-    assert set(drawn) == {("depth", None, 4), ("depth", None, 8), *kinds}
-    assert [len(scales) for scales in drawn.values()] == [1] * 5
+    # The map at the top is that of the smallest k.
+    assert set(drawn) == {("depth", None, 8), *kinds}
+    assert [len(scales) for scales in drawn.values()] == [1] * 4
     largest = max(float(run.tokens["self"].coupling(4).max()) for run in runs.values())
     assert drawn["self", None, 4].pop() == pytest.approx(
         (0, max(largest, 4 * (1 - math.sqrt(3 / 4))))
@@ -288,8 +289,9 @@ def test_the_page_in_a_browser_without_a_network(
     assert chromium.execute_script(
         "return [...document.images].every(i => i.complete && i.naturalWidth > 99)"
     )
-    assert chromium.execute_script("return document.images.length") == len(
-        read.all("img")
+    # The picture of the map gives way to the map.
+    assert chromium.execute_script("return document.images.length") == (
+        len(read.all("img")) - 1
     )
     # Every picture fits whole.
     ends = chromium.execute_script(

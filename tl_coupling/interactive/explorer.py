@@ -7,7 +7,8 @@ keyboard.
 """
 
 import base64
-import hashlib
+import html
+import io
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import colormaps, rcParams
 from matplotlib.colors import to_hex
 
@@ -24,26 +25,24 @@ from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.directions import Decoded
 from tl_coupling.interactive.views import View, token_names, visible_token
+from tl_coupling.pictures import off_screen
+from tl_coupling.pictures.labels import map_heading
+from tl_coupling.pictures.maps import draw_maps
 from tl_coupling.spectra import check_k
 
 _HERE = Path(__file__)
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(_HERE.parent),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
 # Steps of a colour scale: no fewer than 8 bits a channel tell apart around 0, and odd, so
 # that 0 is the middle of a diverging scale.
 _N_COLORS = 511
 _LARGEST_CODE = 65534
 _UNDEFINED = 65535
 _UNDEFINED_COLOR = "#bbbbbb"
+# Of the picture that stands where scripts do not run.
+_DOTS_PER_INCH = 100
 # Words that a direction writes.
 _N_WORDS = 6
-# More runs than this are chosen by a slider: steps of training.
-_MOST_BUTTONS = 4
+# More runs than this, such as steps of training, are gone through by a slider.
+_MOST_SIDE_BY_SIDE = 4
 
 
 @checked
@@ -56,11 +55,14 @@ def show_coupling(
 ) -> View:
     """Show coupling of every pair as a map to explore, with the matrix A behind each.
 
-    The pointer, or the arrow keys, show a pair, its value and how many times its null
-    that is; a click, or the keys, its matrix A and the singular values of J₁. A pair's
-    matrices of all results have one colour scale, up to their largest entry. A slider
-    goes through every k. Of two results their difference is shown as well; more than
-    four, such as checkpoints, are gone through by a slider of their own.
+    Up to four results stand side by side on one scale, which ends at the largest value
+    of two different connections at the first `k` and stays for every k; chance is marked
+    on it. The pointer, or the arrow keys, choose a pair in all maps at once: its values,
+    how many times its null the first is, its matrix A of every result on one colour
+    scale, and its coupling at every k beside the null. A click keeps the pair. A slider
+    goes through every k. Of two results their difference can be shown; more than four,
+    such as checkpoints, are gone through by a slider of their own. Where scripts do not
+    run, a picture of the maps stands in their place.
 
     Args:
         results: maps of the same pairs, of layers or of tokens, by name; or one.
@@ -82,6 +84,27 @@ def show_coupling(
         <View of the coupling of 2 × 2 layers, k ≤ 4: trained, untrained>
     """
     runs = {"": results} if isinstance(results, CouplingMap) else dict(results)
+    numbers = explorer_numbers(runs, k, matrix_k, decoded)
+    picture = _picture(runs, numbers["first_k"])
+    name = _describe(runs, numbers)
+    text = html.escape(json.dumps(numbers, allow_nan=False, separators=(",", ":")))
+    width, height = PIL.Image.open(io.BytesIO(picture)).size
+    still = (
+        f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}" '
+        f'width="{width}" height="{height}" '
+        f'alt="{html.escape(name)}: an interactive map where scripts run">'
+    )
+    body = f'<div class="tlc-explorer" data-map="{text}">{still}</div>'
+    return View(body, script=explorer_script(), name=name, picture=picture)
+
+
+def explorer_numbers(
+    runs: Mapping[str, CouplingMap],
+    k: int | None,
+    matrix_k: int,
+    decoded: Decoded | Sequence[Decoded] = (),
+) -> dict[str, Any]:
+    """Return what the script draws, as JSON holds it."""
     if not runs:
         raise ValueError("`results` is empty: wanted at least one map")
     first = next(iter(runs.values()))
@@ -94,56 +117,72 @@ def show_coupling(
     largest_k = min(result.k for result in runs.values())
     first_k = min(10, largest_k) if k is None else k
     check_k(first_k, largest_k)
-    side = "layer" if first.kind == "depth" else "token"
+    matrix_k = min(matrix_k, largest_k)
+    is_depth = first.kind == "depth"
     rows, cols = _labels(first)
-    data = {
-        "side": side,
+    row_keys = first.row_layers if is_depth else first.row_positions
+    col_keys = first.col_layers if is_depth else first.col_positions
+    return {
+        "heading": map_heading(list(runs.values())).split("\n"),
+        "side": "layer" if is_depth else "token",
         "rows": rows,
         "cols": cols,
+        # Numbers of layers or positions, as an address and the axes have them.
+        "row_keys": list(row_keys),
+        "col_keys": list(col_keys),
         "row_ids": _ids(first.row_layers, first.row_positions),
         "col_ids": _ids(first.col_layers, first.col_positions),
         "row_layers": list(first.row_layers),
         "col_layers": list(first.col_layers),
         "first_k": first_k,
-        "matrix_k": min(matrix_k, largest_k),
+        "largest_k": largest_k,
+        "matrix_k": matrix_k,
+        "most_side_by_side": _MOST_SIDE_BY_SIDE,
         "pair": _strongest_pair(first, first_k),
         "runs": [
-            _numbers(name, result, largest_k, min(matrix_k, largest_k))
-            for name, result in runs.items()
+            _numbers(name, result, largest_k, matrix_k) for name, result in runs.items()
         ],
-        "directions": _directions(
+        "directions": written_directions(
             [decoded] if isinstance(decoded, Decoded) else decoded
         ),
         "sequential": _colors(str(rcParams["image.cmap"])),
         "diverging": _colors("RdBu_r"),
         "undefined_color": _UNDEFINED_COLOR,
     }
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    n_rows, n_cols = first.matrices.shape[:2]
-    name = f"the coupling of {n_rows} × {n_cols} {side}s, k ≤ {largest_k}"
+
+
+def _describe(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) -> str:
+    n_rows, n_cols = len(numbers["rows"]), len(numbers["cols"])
+    name = (
+        f"the coupling of {n_rows} × {n_cols} {numbers['side']}s, "
+        f"k ≤ {numbers['largest_k']}"
+    )
     if any(runs):
         name += f": {', '.join(runs)}"
-    choices = [*runs, "difference"] if len(runs) == 2 else list(runs)
-    body = _TEMPLATES.get_template("explorer.html").render(
-        data=text,
-        # Radio buttons of one view belong together, and to no other view on a page.
-        group=hashlib.sha256(text.encode()).hexdigest()[:8],
-        choices=choices,
-        has_buttons=1 < len(choices) <= _MOST_BUTTONS,
-        has_steps=len(choices) > _MOST_BUTTONS,
-        side=side,
-        rows=rows,
-        cols=cols,
-        k=first_k,
-        largest_k=largest_k,
-    )
-    return View(body, script=explorer_script(), name=name)
+    return name
+
+
+def _picture(runs: Mapping[str, CouplingMap], k: int) -> bytes:
+    """Return the maps side by side as PNG; of many, the first and the last."""
+    shown = dict(runs)
+    if len(runs) > _MOST_SIDE_BY_SIDE:
+        names = list(runs)
+        shown = {name: runs[name] for name in (names[0], names[-1])}
+    with off_screen():
+        figure: Any = draw_maps(shown, k)[0].figure
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
+    # 256 colours take half of the room.
+    small = io.BytesIO()
+    PIL.Image.open(file).convert("RGB").quantize(256).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 @lru_cache(maxsize=1)
 def explorer_script() -> str:
     """Return the script that draws every map of `show_coupling` on a page."""
-    return _HERE.with_suffix(".js").read_text(encoding="utf-8")
+    files = [_HERE.with_name(name) for name in ("explorer.js", "explorer_page.js")]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def _pairs(result: CouplingMap) -> tuple[object, ...]:
@@ -207,7 +246,7 @@ def _base64(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
-def _directions(decoded: Sequence[Decoded]) -> dict[int, list[str]]:
+def written_directions(decoded: Sequence[Decoded]) -> dict[int, list[str]]:
     """Return what each direction of a layer writes, at both of its ends."""
     texts = {}
     for result in decoded:

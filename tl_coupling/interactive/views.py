@@ -5,6 +5,7 @@ import gzip
 import html
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
+from tl_coupling.files import write_atomically
 from tl_coupling.measures import MeasureName
 from tl_coupling.pictures import color_scale
 
@@ -54,28 +56,60 @@ _WORDS = {
 
 _HERE = Path(__file__)
 VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
+# Of a view's own page.
+_PAGE_STYLE = (
+    ":root { color-scheme: light dark; } "
+    "body { max-width: 1200px; margin: 1em auto; padding: 0 1em; }"
+)
 
 
 class View(RenderedHTML):
     """Hold a view with its data and its script.
 
-    Nothing is ever loaded from a network.
+    A notebook shows it; `save` writes it as a page. Nothing is ever loaded from a
+    network.
 
     Attributes:
         body: the HTML of the view, without the script that draws it; the same for the
-            same data. Where scripts do not run, it says in text what it can.
+            same data. Where scripts do not run, it shows or says what it can.
 
     Example:
-        >>> from pathlib import Path
         >>> scores = tlc.line_shape_score(trace.residual)
         >>> view = tlc.interactive.show_tokens(trace.str_tokens, scores)
-        >>> file = Path("tokens.html").write_text(str(view), encoding="utf-8")
+        >>> file = view.save("tokens.html")
     """
 
-    def __init__(self, body: str, script: str | None = None, name: str | None = None):
+    def __init__(
+        self,
+        body: str,
+        script: str | None = None,
+        name: str | None = None,
+        picture: bytes | None = None,
+    ):
         self.body = f'<div class="tlc-view">{body}</div>'
         self._script = script
         self._name = name
+        self._picture = picture
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page that shows the view, and return its path.
+
+        The page is one file in UTF-8. What is chosen in a map of `show_coupling` is kept
+        in its address: `#k=10&pair=8,10` are layers 8 and 10 at k = 10.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        page = (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{html.escape(self._name or 'tl_coupling')}</title>"
+            f"<style>{_PAGE_STYLE}</style></head><body>"
+            f"<main data-address>{self._repr_html_()}</main></body></html>"
+        )
+        return write_atomically(
+            path, lambda unfinished: unfinished.write_text(page, encoding="utf-8")
+        )
 
     def _repr_html_(self) -> str:
         """Return HTML that draws the view on its own.
@@ -95,6 +129,10 @@ class View(RenderedHTML):
             "(0, eval)(await new Response(script).text());</script>"
         )
 
+    def _repr_png_(self) -> bytes | None:
+        """Return the picture for places that show no HTML, where the view has one."""
+        return self._picture
+
     # circuitsvis shows the first without a network, and the second with one.
     local_src = cdn_src = property(_repr_html_)
 
@@ -102,6 +140,8 @@ class View(RenderedHTML):
         if self._name is not None:
             return f"<View of {self._name}>"
         return f"<View with {self.body.count('data-circuitsvis=')} circuitsvis widgets>"
+
+    __str__ = __repr__
 
 
 @checked

@@ -85,7 +85,27 @@ def plot_coupling(
         if ax is not None:
             raise ValueError("two maps have a figure of their own: leave `ax` out")
         shown["untrained"] = untrained
-    low, high = color_scale(list(shown.values()), k, measure, **options)
+    axes = draw_maps(shown, k, measure, ax, vmin, vmax, cmap, **options)
+    return axes[0]
+
+
+def draw_maps(
+    maps: Mapping[str, CouplingMap],
+    k: int | None = None,
+    measure: AnyMeasure = "coupling",
+    ax: Axes | None = None,
+    vmin: float | None = None,
+    vmax: float | None = None,
+    cmap: str | Colormap | None = None,
+    **options: Any,
+) -> list[Axes]:
+    """Draw maps of the same connections side by side on one scale, each with its name.
+
+    One map has no name, and is drawn in `ax` where that is given.
+    """
+    results = list(maps.values())
+    first = results[0]
+    low, high = color_scale(results, k, measure, **options)
     if vmin is not None:
         low = vmin
     if vmax is not None:
@@ -94,47 +114,49 @@ def plot_coupling(
     if low >= high:
         raise ValueError(f"`vmin` must lie below `vmax`, got {low} and {high}")
     colors = labels.color_map(cmap).with_extremes(bad=labels.UNDEFINED)
-    k = result.k if k is None else k
-    null = result.null(k, measure, **options)
-    axes = [ax] if ax is not None else _side_by_side(len(shown), result.kind)
-    for drawn, (role, role_map) in zip(axes, shown.items(), strict=True):
-        values = _mask_own_pairs(role_map, k, measure, options)
+    k = first.k if k is None else k
+    null = first.null(k, measure, **options)
+    axes = [ax] if ax is not None else _side_by_side(len(maps), first.kind)
+    for drawn, (name, result) in zip(axes, maps.items(), strict=True):
+        values = _mask_own_pairs(result, k, measure, options)
         image = drawn.imshow(values, vmin=low, vmax=high, cmap=colors)
-        _name_sides(drawn, role_map, n_maps=len(shown))
-        title = labels.map_heading([role_map], k)
+        _name_sides(drawn, result, n_maps=len(maps))
+        title = labels.map_heading([result], k)
         # A map of own pairs alone has no mean.
-        if not bool(role_map.own_pairs().all()):
-            mean = float(role_map.mean(k, measure, **options))
-            if untrained is not None:
-                title = f"{role}: mean {mean:.3f}"
+        if not bool(result.own_pairs().all()):
+            mean = float(result.mean(k, measure, **options))
+            if len(maps) > 1:
+                title = f"{name}: mean {mean:.3f}"
             else:
                 means = f"mean {mean:.3f}, {RANDOM_SUBSPACES} {null:.3f}"
                 title = labels.with_numbers(title, means)
         labels.entitle(drawn, title)
     figure: Any = axes[0].figure
-    if untrained is not None:
-        # Rows are named once, on the left.
-        axes[1].set_ylabel("")
-        axes[1].tick_params(labelleft=False)
-        title = labels.map_heading([result], k)
+    # Rows are named once, on the left.
+    for drawn in axes[1:]:
+        drawn.set_ylabel("")
+        drawn.tick_params(labelleft=False)
+    if len(maps) > 1:
+        title = labels.map_heading([first], k)
         title = labels.with_numbers(title, f"{RANDOM_SUBSPACES} {null:.3f}")
         labels.entitle(figure, title)
-    name = labels.short_measure(measure)
+    label = labels.short_measure(measure)
     if options:
-        name = labels.measure_label(measure, k, **options)
-    bar = figure.colorbar(image, ax=axes, label=name).ax
+        label = labels.measure_label(measure, k, **options)
+    bar = figure.colorbar(image, ax=axes, label=label).ax
     # A null off the scale has no mark: at the edge it would look like a value.
     if low <= null <= high:
         labels.mark_and_name_null(bar, null)
-    return axes[0]
+    return axes
 
 
 def _side_by_side(n: int, kind: str) -> list[Axes]:
-    """Return one or two Axes beside each other, in a new figure of a page's width."""
+    """Return one to four Axes beside each other, in a new figure of a page's width."""
     width, height = 6.4, 5.8
     if n > 1:
         # Tokens have longer names than layers.
-        width, height = labels.PAGE_WIDTH, 3.9 if kind == "depth" else 4.2
+        height = 3.9 if kind == "depth" else 4.2
+        width, height = labels.PAGE_WIDTH, height * 2 / n
     figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 

@@ -148,11 +148,12 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
     maps = {name: run.depth for name, run in runs.items()}
     # A set: they may be the same.
     smallest_and_largest_k = sorted({first.ks[0], first.ks[-1]})
-    heat_maps = [
-        picture
-        for k in smallest_and_largest_k
-        for picture in _heat_maps(maps, k, "layers")
-    ]
+    # The figure at the top shows the smallest k.
+    depth = Markup()
+    if len(smallest_and_largest_k) > 1:
+        depth = piece(
+            "depth", k=first.ks[-1], maps=grid(_heat_maps(maps, first.ks[-1], "layers"))
+        )
     locality_figures = [_locality(maps, k) for k in smallest_and_largest_k]
     gains = pictures.plot_singular_values(maps)
     return {
@@ -171,7 +172,7 @@ def _pieces(runs: Mapping[str, Portrait]) -> dict[str, object]:
                 maps, k=first.ks[0], matrix_k=12, decoded=first.decoded or ()
             ).body
         ),
-        "depth": grid(heat_maps),
+        "depth": depth,
         "matrices": grid(_matrices(maps)),
         "locality": grid(locality_figures),
         "gains": image(gains, "Singular values of the Jacobians against depth"),
