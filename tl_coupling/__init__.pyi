@@ -34,6 +34,7 @@ from tl_coupling.comparisons import mean_of_maps as mean_of_maps
 from tl_coupling.comparisons import prompt_coupling as prompt_coupling
 from tl_coupling.comparisons import self_coupling as self_coupling
 from tl_coupling.influence import cross_token_influence as cross_token_influence
+from tl_coupling.interactive import explore as explore
 from tl_coupling.jacobians import block_jacobian as block_jacobian
 from tl_coupling.jacobians import block_jacobians as block_jacobians
 from tl_coupling.jacobians import block_jvp as block_jvp

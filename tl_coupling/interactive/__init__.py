@@ -9,7 +9,7 @@ views takes `circuitsvis_script()` once and `view.body` of each.
 """
 # ruff: noqa: F401
 
-from tl_coupling.interactive.explorer import explorer_script, show_coupling
+from tl_coupling.interactive.explorer import explore, explorer_script, show_coupling
 from tl_coupling.interactive.views import (
     VIEW_STYLE,
     View,
@@ -23,6 +23,7 @@ from tl_coupling.interactive.views import (
 __all__ = [
     "View",
     "circuitsvis_script",
+    "explore",
     "show_coupling",
     "show_layers_by_token",
     "show_token_coupling",
