@@ -136,7 +136,7 @@ def test_a_view_is_saved_as_a_page_and_printed_in_a_line(tmp_path: Path) -> None
     )
     assert '<meta name="viewport"' in source
     assert view.body in source
-    with pytest.raises(OSError, match="cannot write .*tokens.html"):
+    with pytest.raises(OSError, match=r"cannot write .*tokens\.html"):
         view.save(tmp_path / "no-such-folder" / "tokens.html")
 
 
