@@ -37,6 +37,7 @@ extensions = [
     "myst_nb",
     "sphinx_design",
     "sphinx_copybutton",
+    "sphinxext.opengraph",
     "made",
     "mathjax",
     "figures",
@@ -81,6 +82,13 @@ html_favicon = "_static/favicon.svg"
 (HERE / "_made/site").mkdir(parents=True, exist_ok=True)
 html_extra_path = ["_made/site", "../llms.txt"]
 html_copy_source = False
+# What a shared link shows: the page's title, its first words, and README's picture.
+ogp_site_url = metadata["urls"]["Documentation"]
+ogp_image = "_images/coupling.png"
+ogp_image_alt = "Coupling between every two layers, trained and untrained"
+ogp_social_cards = {"enable": False}
+ogp_enable_meta_description = True
+ogp_custom_meta_tags = ['<meta name="twitter:card" content="summary_large_image">']
 html_css_files = ["site.css"]
 html_js_files = [("gallery.js", {"defer": "defer"})]
 html_show_copyright = False

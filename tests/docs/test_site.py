@@ -487,3 +487,17 @@ def test_the_drawing_of_coupling_can_be_read(visit, page, width):
     )
     assert len(heights) > 30
     assert min(heights) >= 12
+
+
+@pytest.mark.parametrize("page", ["index.html", "findings/depth.html"])
+def test_a_shared_link_shows_a_picture_and_says_what_it_is(page: str) -> None:
+    source = (SITE / page).read_text(encoding="utf-8")
+    properties = dict(
+        re.findall(r'<meta property="(og:[a-z]+)" content="([^"]*)"', source)
+    )
+    assert len(properties["og:title"]) > 5
+    assert len(properties["og:description"]) > 50
+    image = urlsplit(properties["og:image"])
+    assert image.scheme == "https"
+    assert (SITE / "_images" / Path(image.path).name).stat().st_size > 10_000
+    assert 'name="twitter:card" content="summary_large_image"' in source
