@@ -448,7 +448,8 @@ def test_a_subspace_of_ones_own_is_decoded_on_its_side(trace, tmp_path):
     own = tlc.directions.Subspace.of(basis, [0, 1], "read", name="probes")
     decoded = tlc.directions.decode(trace, own, k=2, n_tokens=3, n_draws=2)
     assert decoded.provenance["hook_point"] == "blocks.1.hook_resid_pre"
-    assert decoded.provenance["own"] and decoded.provenance["directions"] == "probes"
+    assert decoded.provenance["own"]
+    assert decoded.provenance["directions"] == "probes"
     products = trace.residual[1, -1] @ basis[:, :2]
     torch.testing.assert_close(decoded.reads.sum(1), products, atol=1e-5, rtol=1e-4)
     loaded = tlc.directions.Decoded.load(decoded.save(tmp_path / "decoded.nc"))

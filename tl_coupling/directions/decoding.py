@@ -288,8 +288,8 @@ def decode(
             products start behind their hook point, and components are those before it.
             Or a `Subspace`, whose shared directions are taken behind the last of its
             blocks; `subspace.directions(layer)` takes them at another.
-        k: how many singular vectors, 10 by default; of directions all by default, of a
-            subspace the most shared ones.
+        k: how many singular vectors, 10 by default; of directions all by default, the
+            most shared ones first.
         side: of a subspace, as in `Subspace.hooks`: "write" for the directions that its
             blocks write, "read" for those that they read. By default that of one's own
             subspace, and "write" of a shared one.
@@ -306,8 +306,9 @@ def decode(
     Raises:
         ValueError: a layer, position or k out of range; a model without an unembedding;
             directions of another model or width; `others`, or a lens for what block 0
-            reads, beside directions; `side` of anything but a subspace; a HuggingFace model in memory of which
-            TransformerLens makes no bridge, or one with another stream.
+            reads, beside directions; `side` of anything but a subspace; a HuggingFace
+            model in memory of which TransformerLens makes no bridge, or one with
+            another stream.
 
     Cost: the Jacobians of this and of all later blocks; the logits of `k + 2 n_draws`
     directions, two or three times; one pass of the model with TransformerLens's cache,

@@ -186,7 +186,7 @@ def color_scale(
 
     Pairs that are drawn in grey do not count.
 
-    It begins at 0; that of the normalised mis-coupling, near 1 for most pairs, ends at
+    It begins at 0, or where a measure of one's own is negative; that of the normalised mis-coupling, near 1 for most pairs, ends at
     1 instead. That of coupling reaches at least four times the null, or the noise of an
     untrained model would look like structure.
     """
@@ -203,7 +203,7 @@ def color_scale(
     if null_tends_to == 1:
         return float(finite.min(initial=1.0)), 1.0
     # All values may be 0, and a scale of no width cannot be drawn.
-    return 0.0, float(finite.max(initial=0.0)) or 1.0
+    return float(finite.min(initial=0.0)), float(finite.max(initial=0.0)) or 1.0
 
 
 @checked
