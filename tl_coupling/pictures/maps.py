@@ -186,9 +186,10 @@ def color_scale(
 
     Pairs that are drawn in grey do not count.
 
-    It begins at 0, or where a measure of one's own is negative; that of the normalised mis-coupling, near 1 for most pairs, ends at
-    1 instead. That of coupling reaches at least four times the null, or the noise of an
-    untrained model would look like structure.
+    It begins at 0, or below it for negative values of one's own measure. That of the
+    normalised mis-coupling, near 1 for most pairs, ends at 1 instead. That of coupling
+    reaches at least four times the null, or the noise of an untrained model would look
+    like structure.
     """
     values = [
         _mask_own_pairs(result, k, measure, options).ravel() for result in results

@@ -1,7 +1,7 @@
 """How prompts are measured, and what prompts are."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from tl_coupling.arguments import Count, checked, made_by
@@ -147,7 +147,7 @@ class Settings:
             _check_name_is_free(measure.name)
         # Functions become measures here, once: what tells them apart is read from their
         # source, which a worker may not have.
-        kept = [_kept_measure(measure) for measure in self.named_measures]
+        kept = [self._kept_measure(measure_named(measure)) for measure in self.measures]
         object.__setattr__(self, "measures", tuple(kept))
         is_changed = self.without is not None or self.metric is not None
         check_method(self.method, is_changed)
@@ -162,13 +162,25 @@ class Settings:
     @property
     def named_measures(self) -> tuple[Measure, ...]:
         """The measures as objects, `spectral_miscoupling` with its options."""
-        measures = []
-        for measure in self.measures:
-            named = measure_named(measure)
-            if named == MEASURES["spectral_miscoupling"]:
-                named = measure_named(named.name, p=self.p, absolute=self.absolute)
-            measures.append(named)
-        return tuple(measures)
+        return tuple(self._with_options(measure) for measure in self.measures)
+
+    def _with_options(self, measure: AnyMeasure) -> Measure:
+        named = measure_named(measure)
+        if named == MEASURES["spectral_miscoupling"]:
+            return replace(named, p=self.p, absolute=self.absolute)
+        return named
+
+    def _kept_measure(self, measure: Measure) -> AnyMeasure:
+        """Return what settings keep of a measure: its name, or the user's own itself."""
+        if isinstance(measure, OwnMeasure):
+            return measure
+        name: MeasureName = next(name for name in MEASURES if name == measure.name)
+        if measure not in (MEASURES[name], self._with_options(name)):
+            raise ValueError(
+                f"`measures` has {name!r} with options: give its name, and the options as "
+                "`Settings(p=…, absolute=…)`"
+            )
+        return name
 
     @property
     def own_measures(self) -> tuple[OwnMeasure, ...]:
@@ -197,14 +209,6 @@ class Settings:
         plan["measures"] = [measure.name for measure in self.named_measures]
         # Another function of the same name is another plan.
         return plan | facts_of_own(self.own_measures)
-
-
-def _kept_measure(measure: Measure) -> AnyMeasure:
-    """Return what settings keep of a measure: its name, or the user's own itself."""
-    if isinstance(measure, OwnMeasure):
-        return measure
-    name: MeasureName = next(name for name in MEASURES if name == measure.name)
-    return name
 
 
 def _check_name_is_free(name: str) -> None:

@@ -389,7 +389,7 @@ def run_survey(
     Raises:
         ValueError: the folder has results of another survey, of another model under the
             same name, or of a local model whose files are others now; or another run is
-            using it.
+            using it; or processes cannot import a measure of one's own.
         ModelError: not one unit could be measured.
         OSError: the folder cannot be written to; what is finished is kept.
 
