@@ -226,5 +226,5 @@ def test_maps_are_drawn_by_an_own_measure():
     view = tlc.interactive.show_token_coupling(
         random_map(kind="self"), measure=own_measures.my_coupling
     )
-    assert "my_coupling" in view.html
+    assert "my_coupling" in view._repr_html_()
     assert json.dumps(result.provenance)

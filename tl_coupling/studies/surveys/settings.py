@@ -49,6 +49,7 @@ VARIABLES = frozenset(
         *("null_product_participation_ratio", "orientation", "other_layer", "prompt"),
         *("product_participation_ratio", "remarks", "singular_value", "task", "window"),
         *("singular_values", "step_length", "windowed_line_shape_score"),
+        *("d_model", "n_layers", "n_parameters", "peak_memory", "seconds", "text"),
         *("alignment_gain", "alignment_gain_high", "alignment_gain_low"),
     }
 )
