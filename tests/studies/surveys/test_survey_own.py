@@ -120,6 +120,7 @@ def test_scores_are_compared_with_an_own_measure():
     coords = {"model": list("abcde"), "k": [10]}
     variables = ("mean_coupling", "mean_my_coupling", "null_my_coupling")
     data = xarray.Dataset({name: (dims, coupling) for name in variables}, coords)
+    data["n_pos"] = (dims[:2], rng.integers(3, 9, (5, 4)))
     import pandas
 
     scores = pandas.DataFrame({"model": list("abcde"), "score": [30, 35, 41, 43, 52]})
@@ -131,6 +132,19 @@ def test_scores_are_compared_with_an_own_measure():
     assert study.association.linear.slope == pytest.approx(
         named.association.linear.slope
     )
+    # Nothing is left out for the name that a study looks up inside.
+    assert study.left_out == named.left_out
+    for model, relation in named.prompt_length.items():
+        assert study.prompt_length[model].rho == pytest.approx(relation.rho)
+    assert len(study.prompt_length) == 5
+    correlations = tlc.generalization.prompt_correlations(
+        data, measure=own_measures.my_coupling, n_resamples=20
+    )
+    assert correlations["a"].rho == pytest.approx(named.prompt_length["a"].rho)
+    means = tlc.generalization.task_means(
+        data, measure=own_measures.my_coupling, n_resamples=20
+    )
+    assert means.attrs["measure"] == "my_coupling"
     ax = tlc.plots.plot_generalization(study)
     assert "my_coupling (k = 10)" in ax.get_xlabel()
 

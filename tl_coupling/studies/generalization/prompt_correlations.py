@@ -76,8 +76,29 @@ def prompt_correlations(
         >>> list(tlc.generalization.prompt_correlations(data, difficulty, n_resamples=100))[:2]
         ['width8', 'width12']
     """
+    return correlations_over_prompts(
+        data,
+        against,
+        k=k,
+        measured=measure_named(measure).name,
+        checkpoint=checkpoint,
+        n_resamples=n_resamples,
+        seed=seed,
+    )
+
+
+def correlations_over_prompts(
+    data: xarray.Dataset,
+    against: str | Mapping[str, float],
+    *,
+    k: int | None,
+    measured: str,
+    checkpoint: int | str | None,
+    n_resamples: int = 1000,
+    seed: int,
+) -> dict[str, PromptCorrelation]:
+    """Return `prompt_correlations` of what the data hold under the name of a measure."""
     extra_variables = (against,) if isinstance(against, str) else ()
-    measured = measure_named(measure).name
     survey = prompt_table(data, k, measured, extra_variables=extra_variables)
     name = against if isinstance(against, str) else "difficulty"
     properties = _property_of_prompts(survey, against)

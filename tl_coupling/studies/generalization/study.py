@@ -50,7 +50,7 @@ from tl_coupling.studies.generalization.model_tables import (
 )
 from tl_coupling.studies.generalization.prompt_correlations import (
     PromptCorrelation,
-    prompt_correlations,
+    correlations_over_prompts,
 )
 from tl_coupling.studies.generalization.study_remarks import (
     CommonPrompts,
@@ -570,11 +570,11 @@ class Study:
     def _prompt_correlations(
         self, data: xarray.Dataset, prompt_property: str | Mapping[str, float]
     ) -> dict[str, PromptCorrelation]:
-        return prompt_correlations(
+        return correlations_over_prompts(
             data,
             prompt_property,
             k=self.question.k,
-            measure=self.question.measure,
+            measured=self.question.measure,
             checkpoint=self.question.checkpoint,
             seed=self.question.seed,
         )

@@ -537,8 +537,8 @@ def _outcomes(
     # Bars of several workers would overwrite each other; a function wraps units alone.
     shows_prompts = executor is None and not callable(progress)
     if isinstance(executor, ProcessPool | ProcessPoolExecutor):
-        for measure in survey.settings.own_measures:
-            check_reaches_processes(measure.function, measure.name)
+        for own in survey.settings.own_measures:
+            check_reaches_processes(own.function, own.name)
     progress_of_prompts = progress if shows_prompts else False
     # The folder is held, so that results that are there now are still there when the
     # units are run.
