@@ -61,6 +61,7 @@ CALLED_BY_PICTURES = {
     "covariate_lines": "made where its caller has not made it",
     "crossed_mean": "the band around a mean over seeds and prompts",
     "inverse_singular_value_fit": "made where its caller has not made it",
+    "label_of": "a name",
     "mean_name": "a name",
     "measure_named": "a name",
     "measured_in": "a name",

@@ -352,3 +352,118 @@ def test_a_kurtosis_that_is_not_known_stands_out_from_nothing(tiny_trace):
     assert math.isnan(decoded.kurtosis_exceeded(0, 0, "other_prompts"))
     table = planted.to_dataframe().query("way == 'unembedding' and direction == 1")
     assert table.kurtosis_exceeded_by_random.isna().all()
+
+
+@pytest.fixture(scope="module")
+def subspace(model):
+    traces = [tlc.trace(model, text) for text in ("w3 w14 w15 w9", "w5 w8 w2")]
+    return tlc.directions.shared_subspace(traces, rank=K, k=4)
+
+
+def moved_logits(network, layer, side, vector, tokens):
+    """HuggingFace's logits of the last token, with the stream moved there: a hook of
+    torch behind a layer, or before it.
+    """
+
+    def add_behind(module, arguments, output):
+        stream = output[0] if isinstance(output, tuple) else output
+        stream[0, -1] += vector
+
+    def add_before(module, arguments):
+        arguments[0][0, -1] += vector
+
+    block = network.model.layers[layer]
+    handle = (
+        block.register_forward_hook(add_behind)
+        if side == "write"
+        else block.register_forward_pre_hook(add_before)
+    )
+    with torch.no_grad():
+        logits = network(torch.tensor([tokens])).logits[0, -1]
+    handle.remove()
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("side", "layer"), [("write", 1), ("read", 1), ("write", 0), (None, 1)]
+)
+def test_a_subspace_is_decoded_as_its_directions_are_in_plain_torch(
+    trace, subspace, side, layer
+):
+    """`u W_U`, the norm's derivative by hand, and differences of HuggingFace's logits;
+    neither TransformerLens nor a Jacobian of ours has a part in them.
+    """
+    network = tiny.huggingface_model("llama").eval()
+    basis = (subspace.read if side == "read" else subspace.write).double()
+    wanted = subspace.directions(layer=layer, side=side) if layer == 0 else subspace
+    options = {} if layer == 0 else {"side": side}
+    decoded = tlc.directions.decode(trace, wanted, n_tokens=99, n_draws=2, **options)
+
+    W_U = network.lm_head.weight.detach().double()
+    w = network.model.norm.weight.detach().double()
+    streams = []
+    handle = network.model.layers[-1].register_forward_hook(
+        lambda module, arguments, output: streams.append(
+            output[0] if isinstance(output, tuple) else output
+        )
+    )
+    tokens = trace.tokens.tolist()
+    with torch.no_grad():
+        network(torch.tensor([tokens]))
+    handle.remove()
+    x = streams[0].reshape(-1, 32)[-1].double()
+    scale = (x.square().mean() + network.config.rms_norm_eps).sqrt()
+    # The derivative of `w x / scale` along u.
+    normed = w[:, None] * (basis / scale - x[:, None] * (x @ basis) / (32 * scale**3))
+    differences = []
+    epsilon = 1e-2
+    for u in basis.float().mT:
+        above, below = (
+            moved_logits(network, layer, side or "write", sign * epsilon * u, tokens)
+            for sign in (1, -1)
+        )
+        differences.append((above - below).double() / (2 * epsilon))
+    expected = {
+        "unembedding": (W_U @ basis).mT,
+        "final_norm": (W_U @ normed).mT,
+        "network": torch.stack(differences),
+    }
+    for way, logits in expected.items():
+        found = logits_of(decoded, way).double()
+        seen = found.isfinite()
+        assert int(seen.sum()) > 50
+        logits = logits[:, : found.shape[1]]
+        error = (found[seen] - logits[seen]).norm() / logits[seen].norm()
+        assert float(error) < 1e-3
+    assert decoded.layer == layer
+    behind = 0 if side == "read" else 1
+    products = trace.residual[layer + behind, -1].double() @ basis
+    torch.testing.assert_close(
+        decoded.reads.sum(1).double(), products, atol=1e-5, rtol=1e-4
+    )
+
+
+def test_a_subspace_of_ones_own_is_decoded_on_its_side(trace, tmp_path):
+    basis = torch.linalg.qr(torch.randn(32, K, generator=seeded())).Q
+    own = tlc.directions.Subspace.of(basis, [0, 1], "read", name="probes")
+    decoded = tlc.directions.decode(trace, own, k=2, n_tokens=3, n_draws=2)
+    assert decoded.provenance["hook_point"] == "blocks.1.hook_resid_pre"
+    assert decoded.provenance["own"]
+    assert decoded.provenance["directions"] == "probes"
+    products = trace.residual[1, -1] @ basis[:, :2]
+    torch.testing.assert_close(decoded.reads.sum(1), products, atol=1e-5, rtol=1e-4)
+    loaded = tlc.directions.Decoded.load(decoded.save(tmp_path / "decoded.nc"))
+    assert loaded.provenance["subspace"] == decoded.provenance["subspace"]
+
+
+def test_what_a_subspace_cannot_have_is_refused(trace, subspace):
+    with pytest.raises(ValueError, match="`side` says which directions of a subspace"):
+        tlc.directions.decode(trace, 0, K, side="write")
+    with pytest.raises(ValueError, match="`side` says which directions of a subspace"):
+        tlc.directions.decode(trace, subspace.directions(), side="write")
+    with pytest.raises(
+        ValueError, match=r"one of the layers of the subspace, \[0, 1\]"
+    ):
+        subspace.directions(layer=2)
+    with pytest.raises(ValueError, match="at most 3, the number of directions"):
+        tlc.directions.decode(trace, subspace, k=4)

@@ -69,10 +69,10 @@ def assert_root_mean_square(measure: Measure, values: Tensor, null: float) -> No
     """That the null is what the measure itself makes of drawn values, to five standard
     errors of a hundred batches, and these within 1 % of it.
     """
-    of_batches = measure.root_mean_square(values.reshape(100, -1).mT).numpy()
+    of_batches = measure.null_of_draws(values.reshape(100, -1).mT).numpy()
     error = of_batches.std() / math.sqrt(len(of_batches))
     assert error < 0.01 * max(abs(null), 1e-12)
-    assert abs(float(measure.root_mean_square(values)) - null) < 5 * error + 1e-9
+    assert abs(float(measure.null_of_draws(values)) - null) < 5 * error + 1e-9
 
 
 def null_of(

@@ -55,6 +55,7 @@ PAGES = [
             "how-to/large-models",
             "how-to/long-prompts",
             "how-to/saes",
+            "how-to/own-measure",
             "how-to/tables",
             "how-to/vision",
             "how-to/statistics",

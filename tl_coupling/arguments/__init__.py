@@ -29,7 +29,7 @@ from tl_coupling.arguments.measuring import (
     measuring,
     others_measuring,
 )
-from tl_coupling.arguments.messages import described, warn_caller
+from tl_coupling.arguments.messages import described, format_shape, warn_caller
 from tl_coupling.arguments.renamed import renamed
 
 __all__ = [
@@ -50,6 +50,7 @@ __all__ = [
     "defaults_of_model",
     "described",
     "fork_safe_lock",
+    "format_shape",
     "join_measuring",
     "made_by",
     "measuring",

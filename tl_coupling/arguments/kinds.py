@@ -168,6 +168,8 @@ class _Annotated(Kind):
             value = self.kind.convert(argument)
         except WrongType as error:
             raise WrongType(*self.hints[:1] or error.args) from None
+        except ValueError as error:
+            raise ValueError(": ".join([str(error), *self.hints[:1]])) from None
         for rule in self.rules:
             rule(value)
         return value

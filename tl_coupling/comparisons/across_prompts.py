@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+)
 
 import torch
 from einops import einsum, rearrange, reduce
@@ -28,6 +36,9 @@ from tl_coupling.jacobians import (
     decompose_each,
 )
 from tl_coupling.measures import (
+    AnyMeasure,
+    Measure,
+    MeasureFunction,
     MeasureName,
     coupling_matrix,
     draws_of_nuclear_overlap,
@@ -44,10 +55,13 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-PromptMeasure = Literal[MeasureName, "write_overlap", "read_overlap"]
+PromptMeasure: TypeAlias = Annotated[
+    Measure | Literal[MeasureName, "write_overlap", "read_overlap"] | MeasureFunction,
+    "a measure of your own is given as the function itself",
+]
 PerPrompts = Float[Tensor, "n_layers n_prompts n_prompts"]
 # Measures that a saved file holds for every pair of prompts, beside the matrices.
-_SAVED_MEASURES: tuple[PromptMeasure, ...] = (
+_SAVED_MEASURES: tuple[Literal["coupling", "write_overlap", "read_overlap"], ...] = (
     "coupling",
     "write_overlap",
     "read_overlap",
@@ -132,7 +146,8 @@ class PromptCoupling(Saved):
 
         Args:
             k: how many top singular vectors; as many as are held by default.
-            measure: a measure of A, "write_overlap" or "read_overlap".
+            measure: a measure of A, as in `CouplingMap.values`, "write_overlap" or
+                "read_overlap".
         """
         k = self._k(k)
         # Rows of a pair are the first prompt, columns the second: S is read along both.
@@ -268,7 +283,7 @@ class PromptCoupling(Saved):
     def _draws_of_layers(
         self,
         k: int,
-        measure: MeasureName,
+        measure: AnyMeasure,
         n_draws: int,
         generator: torch.Generator,
     ) -> Float[Tensor, "n_draws n_layers"]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_coupling.arguments import Count, checked, made_by, warn_caller
 from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
-from tl_coupling.measures import AnyMeasure, MeasureName, measure_named
+from tl_coupling.measures import AnyMeasure, facts_of_own, measure_named, words_of
 from tl_coupling.results import (
     RANDOM_SUBSPACES,
     DifferentPrompts,
@@ -64,7 +64,8 @@ class Comparison(Saved):
         n_prompts: of a and of b.
         row_layers, col_layers: of rows and columns.
         orientation, k, measure: what was compared.
-        provenance: of a and of b, `first` and `second`; JSON-able.
+        provenance: of a and of b, `first` and `second`, and of one's own measure;
+            JSON-able.
 
     Example:
         >>> maps = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
@@ -88,7 +89,7 @@ class Comparison(Saved):
     col_layers: tuple[int, ...]
     orientation: str
     k: Count
-    measure: MeasureName
+    measure: str
     provenance: dict[str, Any]
     DIMS: ClassVar = {
         "values": "side row col",
@@ -165,7 +166,7 @@ class Comparison(Saved):
             "p: of no difference in the mean, t test over prompts, two-sided\n"
             f"pairs: of layers that differ (Holm, 5 %); null: {RANDOM_SUBSPACES}"
         )
-        words = measure_named(self.measure).words
+        words = words_of(self.measure)
         title = f"depth {words}, mean over pairs of different layers"
         return ShortTable.of(title, [], numbers, [row], caption)
 
@@ -307,7 +308,11 @@ def compare(
         orientation=first.orientation,
         k=first.k,
         measure=measure_named(measure).name,
-        provenance={"first": first.provenance, "second": second.provenance},
+        provenance={
+            "first": first.provenance,
+            "second": second.provenance,
+            **facts_of_own([measure_named(measure)]),
+        },
     )
 
 

@@ -157,7 +157,19 @@ class CouplingMap(Saved):
     ) -> PerPair:
         """Return a measure of every pair.
 
-        `options` (`p`, `absolute`) are those of `spectral_miscoupling`.
+        `options` (`p`, `absolute`) are those of `spectral_miscoupling`. In the place of
+        a name, here and wherever a measure is asked for, a function of one's own is
+        taken: `A, S ↦ value`, with A of shape `[*batch k k]` and S, the k largest
+        singular values of each J_1, `[*batch k]`; it returns `[*batch]`. Both have the
+        dtype and the device of the map, or are float64, for nulls and means. A value
+        that is not finite is undefined, NaN, with a warning.
+
+        Example:
+            >>> def trace_share(A, S):
+            ...     return A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1)
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> result.values(2, trace_share).diagonal()  # of a layer with itself
+            tensor([1.0000, 1.0000])
         """
         A = self.at(k)
         named_measure = measure_named(measure, **options)
@@ -215,7 +227,7 @@ class CouplingMap(Saved):
         many; NaN if all are.
         """
         values = self.values(k, measure, **options)
-        name = measure.name if isinstance(measure, Measure) else measure
+        name = measure_named(measure).name
         return mean_over_pairs(values, self.own_pairs(), name, off_diagonal)
 
     @checked
@@ -232,8 +244,10 @@ class CouplingMap(Saved):
 
         Of each pair it is the root mean square over random vectors, in closed form: for
         coupling `1 − √(1 − 1/k)`, somewhat below the mean (by an eighth at k = 2);
-        `null_interval` has the mean inside. With `off_diagonal=False` pairs of a
-        connection with itself keep their values: chance has no part in them.
+        `null_interval` has the mean inside. A function of one's own has no closed form:
+        its null is the mean of 400 draws, the same at each call. With
+        `off_diagonal=False` pairs of a connection with itself keep their values: chance
+        has no part in them.
 
         Args:
             within: what stays random: all directions, `"space"`; or those within the
@@ -812,8 +826,10 @@ def mean_over_pairs(
         result = "NaN"
         if n_undefined < values.numel():
             result = "the mean is over the others"
+        # Of the user's own function the reason is not known.
+        reason = ", where A or S_1 is 0" if name in MEASURES else ""
         warn_caller(
-            f"{name} is undefined for {n_undefined} of {values.numel()} pairs, "
-            f"where A or S_1 is 0: {result}"
+            f"{name} is undefined for {n_undefined} of {values.numel()} pairs{reason}: "
+            f"{result}"
         )
     return float(values.nanmean())

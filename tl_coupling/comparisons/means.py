@@ -6,19 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons.maps import CouplingMap, Options, PerPair
 from tl_coupling.measures import (
     MEASURES,
+    OWN_MEASURES,
     AnyMeasure,
-    MeasureName,
     Null,
+    OwnMeasure,
+    facts_of_own,
     measure_named,
     measures_of_map,
     nulls_at_every_k,
+    own_measures,
 )
 from tl_coupling.results import (
     DifferentPrompts,
@@ -48,7 +51,8 @@ class MeanCouplingMap(CouplingMap):
     spread.
 
     Every method of `CouplingMap` gives the mean over the prompts, of each measure with
-    its default options; `spread` and `spread_of_mean` give standard deviations (n − 1
+    its default options, and of functions of one's own that it was made with
+    (`measures=`); `spread` and `spread_of_mean` give standard deviations (n − 1
     in the denominator; NaN for one prompt). What is undefined for one prompt is
     undefined (NaN) in the mean. `null_interval` takes the spectra to be their means,
     and the values of all prompts to rise and fall together, as they do where a model's
@@ -68,7 +72,8 @@ class MeanCouplingMap(CouplingMap):
         provenance: what all prompts have in common; `prompts` lists their texts.
         means, spreads: mean and standard deviation of each measure, `[n_measures k
             n_rows n_cols]`.
-        nulls: mean null of each measure, `[n_measures k]`.
+        nulls: mean null of each measure, `[n_measures k]`; of one's own the null of the
+            mean spectra.
         spreads_of_mean: standard deviation of a prompt's mean over pairs of different
             connections (all pairs where none differ), `[n_measures k]`.
         measures: names of the measures, in the order of the axis `n_measures`.
@@ -108,10 +113,13 @@ class MeanCouplingMap(CouplingMap):
             )
 
     @classmethod
-    def over(cls, maps: Iterable[CouplingMap]) -> "MeanCouplingMap":
+    def over(
+        cls, maps: Iterable[CouplingMap], measures: Sequence[AnyMeasure] = ()
+    ) -> "MeanCouplingMap":
         """Return the mean over maps of the same connections, one for each prompt.
 
-        An iterator is read one map at a time.
+        An iterator is read one map at a time. `measures` are functions of one's own
+        that the mean is to hold beside those that have names, see `CouplingMap.values`.
 
         Raises:
             ValueError: no map; maps of different models, or traced in several ways; of
@@ -125,22 +133,28 @@ class MeanCouplingMap(CouplingMap):
             >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """
-        return cls._over(maps)
+        return cls._over(maps, own_measures(measures))
 
     @classmethod
     def over_tokens(
-        cls, maps: Iterable[CouplingMap], position: object
+        cls,
+        maps: Iterable[CouplingMap],
+        position: object,
+        measures: Sequence[AnyMeasure] = (),
     ) -> "MeanCouplingMap":
         """Return the mean over maps of one prompt, one for each token, as `over` does.
 
         `position` is what was asked for; it and the `positions` of the maps are in the
         provenance.
         """
-        return cls._over(maps, position)
+        return cls._over(maps, own_measures(measures), position)
 
     @classmethod
     def _over(
-        cls, maps: Iterable[CouplingMap], position: object = None
+        cls,
+        maps: Iterable[CouplingMap],
+        own: tuple[OwnMeasure, ...],
+        position: object = None,
     ) -> "MeanCouplingMap":
         """Return the mean over prompts; over tokens of one where a position is given."""
         prompts: list[str | None] = []
@@ -167,7 +181,7 @@ class MeanCouplingMap(CouplingMap):
                     numbers=result.matrices,
                 )
             prompts.append(result.provenance.get("prompt"))
-            averaged = _averaged(result)
+            averaged = _averaged(result, own)
             moments.add(averaged)
             means_of_maps.append(averaged["mean_over_pairs"])
             means_of_all_pairs.append(averaged["means"].flatten(-2).nanmean(-1))
@@ -178,8 +192,9 @@ class MeanCouplingMap(CouplingMap):
         # `result` is the last map from here on: it has what all have alike.
         of_tokens = position is not None
         common = joined_provenance(facts, prompts[:1] if of_tokens else prompts)
-        names = {*result.provenance, "prompts", "remarks"}
+        names = {*result.provenance, "prompts", "remarks"} - {OWN_MEASURES}
         provenance = {name: fact for name, fact in common.items() if name in names}
+        provenance |= facts_of_own(own)
         if of_tokens:
             row_positions, col_positions = facts[-1][_POSITIONS]
             positions = [fact[_POSITIONS][0][0] for fact in facts]
@@ -193,12 +208,16 @@ class MeanCouplingMap(CouplingMap):
             "means_of_all_pairs": torch.stack(means_of_all_pairs, dim=-1),
         }
         del tensors["mean_over_pairs"]
+        if own:
+            own_nulls = _nulls_of_own(tensors, result, own)
+            tensors["nulls"] = torch.cat([tensors["nulls"], own_nulls])
         # Sums are float64 where a measure is; a mean has the precision of its maps.
         averaged = {name: x.to(result.matrices) for name, x in tensors.items()}
         shared_fields = vars(result) | {
             "row_positions": row_positions,
             "col_positions": col_positions,
             "provenance": provenance,
+            "measures": (*_held_names(result), *(measure.name for measure in own)),
         }
         return cls(**shared_fields | averaged)
 
@@ -349,7 +368,9 @@ class MeanCouplingMap(CouplingMap):
     ) -> Float[Tensor, "*pair"]:
         """Return what is held of one measure at one k."""
         name = _name_of_a_mean(measure, options)
-        if name not in self.measures:
+        if isinstance(own := measure_named(measure), OwnMeasure):
+            self._check_holds_own(own)
+        elif name not in self.measures:
             raise ValueError(
                 f"this mean was saved by an earlier version, without {name!r}: "
                 "measure again"
@@ -357,16 +378,29 @@ class MeanCouplingMap(CouplingMap):
         # The axis of k starts at k = 1.
         return values_by_measure[self.measures.index(name), self._k(k) - 1]
 
+    def _check_holds_own(self, measure: OwnMeasure) -> None:
+        """Raise ValueError unless the mean was made with this function of the user's."""
+        name = measure.name
+        if name not in self.measures:
+            raise ValueError(
+                f"this mean over prompts was made without {name!r}: give "
+                f"`measures=[{name}]` where it is made, such as `mean_depth_coupling`"
+            )
+        measure.check_made(self.provenance[OWN_MEASURES][name])
+
 
 @checked
 def mean_of_maps(
     maps: Annotated[Iterable[object], "a list of maps, or an iterator over them"],
+    measures: Sequence[AnyMeasure] = (),
 ) -> MeanCouplingMap:
     """Return the mean over maps that were measured before, one for each prompt.
 
     Args:
         maps: of the same connections of one model, such as saved ones:
             `map(tlc.CouplingMap.load, paths)`. An iterator is read one map at a time.
+        measures: functions of one's own that the mean is to hold, see
+            `CouplingMap.values`; it holds all that have names.
 
     Raises:
         ValueError: no map; maps of different models, or traced in several ways; of
@@ -380,7 +414,7 @@ def mean_of_maps(
         >>> mean.n_prompts, mean.coupling(2).shape
         (4, torch.Size([2, 2]))
     """
-    return MeanCouplingMap.over(map(_as_map, maps))
+    return MeanCouplingMap.over(map(_as_map, maps), measures)
 
 
 def _as_map(item: object) -> CouplingMap:
@@ -424,8 +458,10 @@ class _RunningMoments:
         return (self._squared_deviations[name] / (self.n - 1)).sqrt()
 
 
-def _name_of_a_mean(measure: AnyMeasure, options: Options) -> MeasureName:
+def _name_of_a_mean(measure: AnyMeasure, options: Options) -> str:
     """Return under which name a mean over prompts holds a measure with its options."""
+    if isinstance(measure_named(measure), OwnMeasure):
+        return measure_named(measure, **options).name
     has_options = measure_named(measure).takes_options
     if not options or (has_options and options.keys() <= {"p", "absolute"}):
         formula = measure_named(measure, **options).formula
@@ -480,35 +516,86 @@ def _common_positions(common: Facts) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return row_positions, col_positions
 
 
-def _averaged(result: CouplingMap) -> dict[str, Tensor]:
+def _held_names(result: CouplingMap) -> list[str]:
+    """Return the names of measures that a mean over maps like this one holds, but those
+    of the user's own.
+    """
+    if not isinstance(result, MeanCouplingMap):
+        return list(MEASURES)
+    return [name for name in result.measures if name in MEASURES]
+
+
+def _averaged(
+    result: CouplingMap, own: tuple[OwnMeasure, ...] = ()
+) -> dict[str, Tensor]:
     """Return what is averaged: `|A|`, J_1's spectra and, for every k, each measure.
 
-    Of each measure also its null and its mean over pairs, `mean_over_pairs`.
+    Of each measure also its mean over pairs, `mean_over_pairs`, and the null of those
+    that have names.
     """
-    own = result.own_pairs()
-    # A map of one connection has its own pair only.
-    is_counted = own if own.all() else ~own
+    is_counted = _counted_pairs(result)
     if isinstance(result, MeanCouplingMap):
         # The mean over the tokens of one prompt.
+        for measure in own:
+            result._check_holds_own(measure)
+        named = [result.measures.index(name) for name in _held_names(result)]
+        held = [*named, *(result.measures.index(measure.name) for measure in own)]
+        means = result.means[held]
         return {
             "matrices": result.matrices,
             "singular_values": result.singular_values,
             "frobenius_norms": result.frobenius_norms,
-            "means": result.means,
-            "mean_over_pairs": result.means[..., is_counted].nanmean(-1),
-            "nulls": result.nulls,
+            "means": means,
+            "mean_over_pairs": means[..., is_counted].nanmean(-1),
+            "nulls": result.nulls[named],
         }
-    values = measures_of_map(result.matrices, result.singular_values)
+    measures = (*MEASURES.values(), *own)
+    values = measures_of_map(result.matrices, result.singular_values, measures)
     nulls_of_rows = nulls_at_every_k(
         result.singular_values.cpu(), result.frobenius_norms.cpu(), result.d_model
     )
-    # A view, measure k row col: summed in the order of its memory.
-    nulls = nulls_of_rows[..., None].expand(values.shape)
     return {
         "matrices": result.matrices.abs(),
         "singular_values": result.singular_values,
         "frobenius_norms": result.frobenius_norms,
         "means": values,
         "mean_over_pairs": values[..., is_counted].nanmean(-1),
-        "nulls": nulls[..., is_counted.cpu()].nanmean(-1).to(values),
+        "nulls": _mean_nulls(nulls_of_rows, is_counted).to(values),
     }
+
+
+def _counted_pairs(result: CouplingMap) -> Bool[Tensor, "n_rows n_cols"]:
+    """Say which pairs a mean over pairs is of."""
+    own = result.own_pairs()
+    # A map of one connection has its own pair only.
+    return own if own.all() else ~own
+
+
+def _mean_nulls(
+    nulls_of_rows: Float[Tensor, "n_measures k n_rows"],
+    is_counted: Bool[Tensor, "n_rows n_cols"],
+) -> Float[Tensor, "n_measures k"]:
+    """Return the mean over pairs of nulls, which are the same for all pairs of a row."""
+    # A view, measure k row col: summed in the order of its memory.
+    shape = (*nulls_of_rows.shape[:2], *is_counted.shape)
+    nulls = nulls_of_rows[..., None].expand(shape)
+    return nulls[..., is_counted.cpu()].nanmean(-1)
+
+
+def _nulls_of_own(
+    means: Mapping[str, Tensor], result: CouplingMap, own: tuple[OwnMeasure, ...]
+) -> Float[Tensor, "n_own k"]:
+    """Return the nulls of the user's own measures, of the mean spectra: drawn once.
+
+    Args:
+        means: over the maps, of singular values and norms.
+        result: one of the maps.
+        own: the measures.
+    """
+    nulls_of_rows = nulls_at_every_k(
+        means["singular_values"].cpu(),
+        means["frobenius_norms"].cpu(),
+        result.d_model,
+        own,
+    )
+    return _mean_nulls(nulls_of_rows, _counted_pairs(result)).to(means["nulls"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from tl_coupling.measures import (
     Measure,
     Null,
-    draws_of_random_subspaces,
+    draws_of_measure,
     measure_named,
     random_rotations,
     random_subspace_null,
@@ -72,21 +72,17 @@ def draws_of_rows(
         nulls: of each row, in closed form, which the draws are moved to.
         generator: of the random numbers.
     """
-    drawn = []
-    n_at_once = max(1, _MOST_NUMBERS // (len(S_1) * k * k))
-    for some in torch.arange(n).split(n_at_once):
-        A = draws_of_random_subspaces(
-            k,
-            len(some),
-            d_model=d_model,
-            S_1=S_1,
-            frobenius_norm=frobenius_norms,
-            generator=generator,
-        )
-        drawn.append(measure.value(A, S_1))
-    values = torch.cat(drawn)
+    values = draws_of_measure(
+        measure,
+        k,
+        n,
+        d_model=d_model,
+        S_1=S_1,
+        frobenius_norm=frobenius_norms,
+        generator=generator,
+    )
     # Moved to the closed form, which knows better where they lie: see above.
-    values = values + (nulls - measure.root_mean_square(values))
+    values = values + (nulls - measure.null_of_draws(values))
     return values.sort(0).values
 
 
@@ -124,7 +120,7 @@ def draws_in_spans(
         values = measure.value(left.mT @ A @ right, S_1[:, None])
         drawn.append(values.where(is_counted, torch.nan))
     values = torch.stack(drawn)
-    values = values + (nulls - measure.root_mean_square(values))
+    values = values + (nulls - measure.null_of_draws(values))
     return values.nanmean(1)
 
 

@@ -32,7 +32,7 @@ from tl_coupling.jacobians import (
     decompose_each,
     decompose_sides,
 )
-from tl_coupling.measures import Change, Metric, Orientation, Without
+from tl_coupling.measures import AnyMeasure, Change, Metric, Orientation, Without
 from tl_coupling.progress import Progress, with_progress
 
 Positions: TypeAlias = int | Sequence[int] | Literal["all"]
@@ -56,6 +56,7 @@ def depth_coupling(
     layers: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
     cols: Sequence[int] | None = None,
+    measures: Sequence[AnyMeasure] = (),
     without: Without | None = None,
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
@@ -84,6 +85,9 @@ def depth_coupling(
         layers: a selection of layers, in this order; all by default.
         rows, cols: layers of J_1 alone, and of the singular vectors alone; all by
             default. `rows=[5]` is one row of the map.
+        measures: functions of one's own that a mean over tokens is to hold, see
+            `CouplingMap.values`; it holds all that have names. The map of one token
+            gives any of them without.
         without: `"identity"` for the Jacobians without their best multiples of the
             identity, `measures.without_identity`.
         metric: M, `[d_model d_model]`: what length means in the residual stream.
@@ -154,7 +158,7 @@ def depth_coupling(
             decompose_each(wanted, k, options),
         )
         asked = position if position == "all" else list(position)
-        return MeanCouplingMap.over_tokens(maps, asked)
+        return MeanCouplingMap.over_tokens(maps, asked, measures)
     options = JacobianOptions(chunk_size, max_memory, progress, change, method, batch)
     # Rows and columns are the same layers: each is computed and decomposed once.
     if rows is None and cols is None:
@@ -184,6 +188,7 @@ def mean_depth_coupling(
     orientation: Orientation = "ujv",
     *,
     layers: Sequence[int] | None = None,
+    measures: Sequence[AnyMeasure] = (),
     without: Without | None = None,
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
@@ -199,6 +204,9 @@ def mean_depth_coupling(
         k, position, orientation, layers, without, metric, method: as in
             `depth_coupling`, with the same errors and warnings, for each prompt. Of
             several positions each prompt counts with its mean over tokens.
+        measures: functions of one's own that the mean is to hold, see
+            `CouplingMap.values`; it holds all that have names. Cost: k evaluations a
+            prompt, and 400 draws of random subspaces at the end.
         chunk_size, batch, max_memory: as in `depth_coupling`. Prompts of one length
             that follow each other are computed together.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
@@ -227,13 +235,14 @@ def mean_depth_coupling(
     options = JacobianOptions(chunk_size, max_memory, False, change, method, batch)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     if not isinstance(position, int):
-        return MeanCouplingMap.over(
+        maps_over_tokens = (
             depth_coupling(
                 trace,
                 k,
                 position,
                 orientation,
                 layers=layers,
+                measures=measures,
                 without=without,
                 metric=metric,
                 method=method,
@@ -244,6 +253,7 @@ def mean_depth_coupling(
             )
             for trace in traced
         )
+        return MeanCouplingMap.over(maps_over_tokens, measures)
     maps_of_group = partial(
         _depth_maps_of_each,
         k=k,
@@ -253,7 +263,7 @@ def mean_depth_coupling(
         change=change,
         options=options,
     )
-    return MeanCouplingMap.over(maps_of_group(traced))
+    return MeanCouplingMap.over(maps_of_group(traced), measures)
 
 
 def _depth_maps_of_each(

@@ -13,8 +13,9 @@ from tl_coupling.arguments import Count, Seed, checked, made_by
 from tl_coupling.blocks import Trace, own_arithmetic
 from tl_coupling.comparisons import SeveralTraces, as_trace
 from tl_coupling.directions.downstream import carry_to_end, change_of_logits
-from tl_coupling.directions.interventions import Directions, own_facts
+from tl_coupling.directions.interventions import Directions, Side, own_facts
 from tl_coupling.directions.random_directions import span_vectors, unit_vectors
+from tl_coupling.directions.subspaces import Subspace
 from tl_coupling.files import plain
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
@@ -258,9 +259,10 @@ class Decoded(Saved):
 @checked
 def decode(
     trace: Trace,
-    layer: int | Directions,
+    layer: int | Directions | Subspace,
     k: Count | None = None,
     *,
+    side: Side | None = None,
     position: int = -1,
     n_tokens: Count = 10,
     lens: JacobianLens | None = None,
@@ -284,7 +286,13 @@ def decode(
         layer: the block; or `Directions` instead of its singular vectors, such as
             `Directions.of(vectors, layer)` of one's own. Then u and v are both these,
             products start behind their hook point, and components are those before it.
-        k: how many singular vectors, 10 by default; of directions all by default.
+            Or a `Subspace`, whose shared directions are taken behind the last of its
+            blocks; `subspace.directions(layer)` takes them at another.
+        k: how many singular vectors, 10 by default; of directions all by default, the
+            most shared ones first.
+        side: of a subspace, as in `Subspace.hooks`: "write" for the directions that its
+            blocks write, "read" for those that they read. By default that of one's own
+            subspace, and "write" of a shared one.
         position: the token; the last by default.
         n_tokens: how many tokens are listed at each end.
         lens: a `JacobianLens` of TransformerLens, or `trajectories.product_lens`, for
@@ -298,8 +306,9 @@ def decode(
     Raises:
         ValueError: a layer, position or k out of range; a model without an unembedding;
             directions of another model or width; `others`, or a lens for what block 0
-            reads, beside directions; a HuggingFace model in memory of which
-            TransformerLens makes no bridge, or one with another stream.
+            reads, beside directions; `side` of anything but a subspace; a HuggingFace
+            model in memory of which TransformerLens makes no bridge, or one with
+            another stream.
 
     Cost: the Jacobians of this and of all later blocks; the logits of `k + 2 n_draws`
     directions, two or three times; one pass of the model with TransformerLens's cache,
@@ -312,12 +321,23 @@ def decode(
         >>> probes = tlc.directions.Directions.of(torch.eye(32)[:3], layer=0)
         >>> tlc.directions.decode(trace, probes).reads.shape  # embed, heads, MLP, rest
         torch.Size([3, 7])
+        >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
+        >>> tlc.directions.decode(trace, subspace, n_tokens=3).tokens.shape
+        torch.Size([3, 2, 2, 3])
 
     Source: TransformerLens's `SVDInterpreter` for the first way, of weights there.
     """
     t = trace.position_index(position)
     if lens is not None:
         check_lens(lens, trace)
+    # The rest knows directions alone.
+    if isinstance(layer, Subspace):
+        layer = layer.directions(side=side)
+    elif side is not None:
+        raise ValueError(
+            "`side` says which directions of a subspace are decoded: a block's are both, "
+            "and `Directions` have their own side; leave it out"
+        )
     if isinstance(layer, Directions):
         found = _Found.from_directions(trace, layer, k, t, lens)
         if others:
@@ -434,6 +454,7 @@ class _Found(NamedTuple):
                 "leave `lens` out"
             )
         J = block_jacobian(trace, directions.layer, position=position)
+        origin = directions.provenance.get("subspace")
         return cls(
             vectors,
             vectors,
@@ -447,6 +468,7 @@ class _Found(NamedTuple):
                 **trace.provenance,
                 **own_facts(directions.provenance),
                 "hook_point": directions.hook_point,
+                **({} if origin is None else {"subspace": origin}),
             },
         )
 

@@ -17,6 +17,7 @@ from tl_coupling.comparisons import (
     depth_maps,
 )
 from tl_coupling.directions.interventions import (
+    Directions,
     Hook,
     Side,
     check_belongs,
@@ -258,6 +259,38 @@ class Subspace(Saved):
         basis = self.bases[SIDES.index(side)]
         bases = dict.fromkeys(self.layers, basis)
         return removal_hooks(self._projection(bases, side), self.layers, side)
+
+    @checked
+    def directions(
+        self, layer: int | None = None, side: Side | None = None
+    ) -> Directions:
+        """Return the directions of one side, at one block: `decode` and `steer` take them.
+
+        Args:
+            layer: one of `layers`; the last by default, where the stream has what the
+                others wrote.
+            side: "write" for what blocks write, in the stream behind the block; "read"
+                for what they read, in the stream before it. By default that of one's
+                own subspace, and "write" of a shared one.
+
+        Raises:
+            ValueError: a layer that the subspace is not of.
+
+        Example:
+            >>> subspace = tlc.directions.shared_subspace([trace], rank=2, k=4)
+            >>> subspace.directions(layer=0, side="read")
+            Directions('local/tiny', 2 read directions at blocks.0.hook_resid_pre)
+        """
+        layer = self.layers[-1] if layer is None else layer
+        if layer not in self.layers:
+            raise ValueError(
+                f"`layer` must be one of the layers of the subspace, {list(self.layers)}, "
+                f"got {layer}"
+            )
+        side = side or self.default_side
+        basis = self.bases[SIDES.index(side)]
+        provenance = {**self.provenance, "subspace": self._summary()}
+        return Directions(basis.mT, layer, side, provenance)
 
     def with_controls(
         self, traces: SeveralTraces, *, keep_mean: bool = False

@@ -19,7 +19,7 @@ from torch import Tensor
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
-from tl_coupling.measures import MeasureName
+from tl_coupling.measures import AnyMeasure, measure_named
 from tl_coupling.pictures import color_scale
 
 # Characters; labels stand beside the rows of a map, and above its columns.
@@ -149,7 +149,7 @@ def show_token_coupling(
     results: CouplingMap | Mapping[str, CouplingMap],
     *,
     k: int | Sequence[int] | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     vmax: Positive | None = None,
     **options: Any,
 ) -> View:
@@ -201,7 +201,8 @@ def show_token_coupling(
         values = result.values(n, measure, **options).tolist()
         parts.append(f"<div>{title}{_map_widget(result, values, vmax)}</div>")
     bar = _color_bar(0.0, vmax)
-    scale = f"{measure} {bar} grey: not compared, or undefined; null: random subspaces"
+    name = measure_named(measure).name
+    scale = f"{name} {bar} grey: not compared, or undefined; null: random subspaces"
     return View(
         f'<p class="scale">{scale}</p><div class="tlc-maps">{"".join(parts)}</div>'
     )

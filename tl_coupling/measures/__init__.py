@@ -26,9 +26,13 @@ from tl_coupling.measures.matrices import (
 )
 from tl_coupling.measures.measure import (
     MEASURES,
+    OWN_MEASURES,
     AnyMeasure,
     Measure,
     MeasureName,
+    OwnMeasure,
+    facts_of_own,
+    label_of,
     mean_name,
     measure_named,
     measure_of,
@@ -36,9 +40,12 @@ from tl_coupling.measures.measure import (
     measures_at_every_k,
     measures_of_map,
     null_name,
+    own_measures,
+    words_of,
 )
 from tl_coupling.measures.nulls import (
     Null,
+    draws_of_measure,
     draws_of_random_subspaces,
     mean_random_coupling,
     nulls_at_every_k,
@@ -54,6 +61,10 @@ from tl_coupling.measures.overlaps import (
     nuclear_overlap,
     subspace_overlap,
     vector_alignment,
+)
+from tl_coupling.measures.own_functions import (
+    MeasureFunction,
+    check_reaches_processes,
 )
 from tl_coupling.measures.removals import (
     without_identity,

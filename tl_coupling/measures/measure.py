@@ -2,15 +2,16 @@
 
 To add a measure, write a class here (`value`, `corner_values`, `null`), and put its
 name into `MeasureName` and an instance at the end of `MEASURES`. Nothing else lists
-measures.
+measures. A function of one's own becomes a measure where a name is looked up,
+`measure_named`.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import torch
 from jaxtyping import Float
@@ -29,6 +30,13 @@ from tl_coupling.measures.matrices import (
     top_values,
 )
 from tl_coupling.measures.moments import Moments
+from tl_coupling.measures.own_functions import (
+    MeasureFunction,
+    call_function,
+    function_name,
+    nan_where_not_finite,
+    source_digest,
+)
 
 # Entries of the matrices whose measures are computed at once (float64: 32 MiB).
 _MOST_ENTRIES = 2**22
@@ -51,6 +59,7 @@ class Corners:
     In float64, with the axes of A's batch and then k. Norms are NaN where they are 0.
 
     Attributes:
+        A: the matrices.
         diagonal: the entries `a_kk`.
         s: singular values `s_k` of J_1.
         off_diagonal: `Σ_{i≠j≤k} a_ij²`.
@@ -59,6 +68,7 @@ class Corners:
         length_or_nan: `‖s_{1,k}‖₂`, as a denominator.
     """
 
+    A: Float[Tensor, "*batch k k"]
     diagonal: Float[Tensor, "*batch k"]
     s: Float[Tensor, "*#batch k"]
     off_diagonal: Float[Tensor, "*batch k"]
@@ -93,7 +103,7 @@ class Measure(ABC):
         tensor(1.)
     """
 
-    name: MeasureName
+    name: str
     label: str
     words: str
     p: Norm = 2
@@ -112,11 +122,15 @@ class Measure(ABC):
     def corner_values(self, corners: Corners) -> Float[Tensor, "*batch k"]:
         """Return the measure of every corner `A[:k, :k]`."""
 
-    @abstractmethod
-    def null(self, moments: Moments) -> Float[Tensor, "*batch"]:
-        """Return its root mean square over random A with these moments."""
+    def null(self, moments: Moments) -> Float[Tensor, "*batch"] | None:
+        """Return its root mean square over random A with these moments.
 
-    def root_mean_square(
+        None where no closed form is known: then it is that of draws, `null_of_draws`.
+        """
+        del moments
+        return None
+
+    def null_of_draws(
         self, values: Float[Tensor, "n_draws ..."]
     ) -> Float[Tensor, "..."]:
         """Return of drawn values what `null` is of all that could be drawn."""
@@ -135,7 +149,7 @@ class Measure(ABC):
         return f"{self.label} (k = {k}, p = {self.p:g}{entries})"
 
     @property
-    def formula(self) -> tuple[type, Norm, bool]:
+    def formula(self) -> tuple[object, ...]:
         """What measures have in common that are the same numbers under two names."""
         return type(self), self.p, self.absolute
 
@@ -177,12 +191,12 @@ class Coupling(NormalizedMiscoupling):
         """Return `1 − √E[m̃²]`."""
         return 1 - super().null(moments)
 
-    def root_mean_square(
+    def null_of_draws(
         self, values: Float[Tensor, "n_draws ..."]
     ) -> Float[Tensor, "..."]:
         """Return `1 − √(mean m̃²)`."""
         # It is m̃, 1 less coupling, that is squared.
-        return 1 - super().root_mean_square(1 - values)
+        return 1 - super().null_of_draws(1 - values)
 
     def null_of_any_jacobian(self, k: int) -> Tensor:
         """Return `1 − √(1 − 1/k)`."""
@@ -252,12 +266,84 @@ class CapturedEnergy(Measure):
         return moments.total.sqrt() / length
 
 
+@dataclass(frozen=True)
+class OwnMeasure(Measure):
+    """A function of the user's, `A, S ↦ value`, as a measure.
+
+    Its null is the mean of draws: the sign of the values is not known, and so no root
+    mean square taken.
+
+    Attributes:
+        function: takes A, `[*batch k k]`, and the k largest singular values of each
+            J_1, `[*batch k]`, of one dtype; returns `[*batch]`.
+        source: what tells it from other functions of its name, see `source_digest`.
+    """
+
+    function: MeasureFunction = field(kw_only=True)
+    source: str | None = field(kw_only=True, default=None)
+
+    @classmethod
+    def of(cls, function: MeasureFunction) -> "OwnMeasure":
+        """Return a function as a measure; ValueError where its name is missing or taken."""
+        name = function_name(function)
+        if name in MEASURES:
+            raise ValueError(
+                f"{name!r} is the name of another measure: give your function a name of "
+                "its own"
+            )
+        source = source_digest(function)
+        return cls(name, name, name, function=function, source=source)
+
+    def value(self, A: Tensor, S_1: Tensor) -> Tensor:
+        """Return what the function gives, NaN with a warning where it is not finite."""
+        return nan_where_not_finite(self._called(A, S_1), self.name)
+
+    def corner_values(self, corners: Corners) -> Tensor:
+        """Return what the function gives for every corner, one k after the other."""
+        k_values = range(1, corners.A.shape[-1] + 1)
+        values = [self._called(corners.A[..., :k, :k], corners.s) for k in k_values]
+        return nan_where_not_finite(torch.stack(values, -1), self.name)
+
+    def null_of_draws(
+        self, values: Float[Tensor, "n_draws ..."]
+    ) -> Float[Tensor, "..."]:
+        """Return the mean of those that are defined."""
+        return values.nanmean(0)
+
+    @property
+    def formula(self) -> tuple[object, ...]:
+        """What it has in common with no other: the function."""
+        return type(self), self.name, self.source, self.function
+
+    @property
+    def facts(self) -> dict[str, str | None]:
+        """What results say of it: that it is the user's own, and its source's digest."""
+        return {"measure_of": "the user's own function", "source_sha256": self.source}
+
+    def check_made(self, facts: Mapping[str, str | None]) -> None:
+        """Raise ValueError where a result was made by another function of this name."""
+        known_sources = {self.source, facts.get("source_sha256")} - {None}
+        if len(known_sources) > 1:
+            raise ValueError(
+                f"this result was measured with another function {self.name!r}, whose "
+                "source differs: measure again, or give the function that it was made with"
+            )
+
+    def _called(self, A: Tensor, S_1: Tensor) -> Tensor:
+        s = top_values(S_1, A.shape[-1]).to(A)
+        A = require_finite(A, "A")
+        return call_function(self.function, self.name, A, s.expand(A.shape[:-1]))
+
+
 # A measure by its name, or itself.
-AnyMeasure = Measure | MeasureName
+AnyMeasure: TypeAlias = Annotated[
+    Measure | MeasureName | MeasureFunction,
+    "a measure of your own is given as the function itself",
+]
 # All measures; means over prompts hold them in this order.
 MEASURES: Mapping[MeasureName, Measure] = MappingProxyType(
     {
-        measure.name: measure
+        cast(MeasureName, measure.name): measure
         for measure in (
             Coupling(
                 "coupling",
@@ -300,6 +386,8 @@ MEASURES: Mapping[MeasureName, Measure] = MappingProxyType(
         )
     }
 )
+# What results say of the user's own measures, by name.
+OWN_MEASURES = "own_measures"
 # Prefixes of a measure's name in the data of a survey.
 _MEAN = "mean_"
 _NULL = "null_"
@@ -312,8 +400,11 @@ def measure_named(
     """Return the measure of a name, with its options.
 
     Args:
-        measure: its name; or the measure itself, which is returned.
+        measure: its name; the measure itself, which is returned; or a function of one's
+            own, `A, S ↦ value`, see `OwnMeasure`.
         p, absolute: of `spectral_miscoupling`; ValueError with other measures.
+
+    Raises ValueError for a function without a name, or with that of another measure.
 
     Example:
         >>> tlc.measures.measure_named("spectral_miscoupling", p=1).label_at(10)
@@ -321,6 +412,8 @@ def measure_named(
     """
     if isinstance(measure, Measure):
         named = measure
+    elif callable(measure):
+        named = OwnMeasure.of(measure)
     else:
         named = MEASURES[measure]
         if named.takes_options:
@@ -335,6 +428,41 @@ def measure_named(
             f"not of {named.name!r}: leave them out"
         )
     return named
+
+
+def own_measures(measures: Iterable[AnyMeasure]) -> tuple[OwnMeasure, ...]:
+    """Return those that are functions of the user's, each once.
+
+    Raises ValueError where two functions have one name.
+    """
+    named = [measure_named(measure) for measure in measures]
+    own = tuple(measure for measure in named if isinstance(measure, OwnMeasure))
+    names = [measure.name for measure in own]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`measures` must have different names, got {names}")
+    return own
+
+
+def facts_of_own(measures: Iterable[Measure]) -> dict[str, Any]:
+    """Return what the provenance of a result says of the user's own measures, if any."""
+    facts = {
+        measure.name: measure.facts
+        for measure in measures
+        if isinstance(measure, OwnMeasure)
+    }
+    return {OWN_MEASURES: facts} if facts else {}
+
+
+def label_of(name: str) -> str:
+    """Return the label of a measure that a result names: of the user's own, its name."""
+    labels = {measure.name: measure.label for measure in MEASURES.values()}
+    return labels.get(name, name)
+
+
+def words_of(name: str) -> str:
+    """Return the words for a measure that a result names: of the user's own, its name."""
+    words = {measure.name: measure.words for measure in MEASURES.values()}
+    return words.get(name, name)
 
 
 def measured_in(variables: Iterable[object]) -> list[str]:
@@ -375,7 +503,8 @@ def measure_of(
     .. math:: \frac{\||A| - S_{1,K}\|_F}{\|s_{1,K}\|_p} \quad \text{with } p = 2 \text{ and } p = 1
 
     `p` and `absolute` are options of `"spectral_miscoupling"`; ValueError with other
-    measures.
+    measures. A function of one's own, `A, S ↦ value`, is taken in the place of a name: it
+    gets A and the k largest singular values of each J_1, `[*batch k]`.
 
     Example:
         >>> A, S_1 = torch.tensor([[-2.0, 0.0], [0.0, 1.0]]), torch.tensor([2.0, 1.0])
@@ -386,20 +515,24 @@ def measure_of(
 
 
 def measures_at_every_k(
-    A: Float[Tensor, "*batch k k"], S_1: Float[Tensor, "*#batch n"]
+    A: Float[Tensor, "*batch k k"],
+    S_1: Float[Tensor, "*#batch n"],
+    measures: Collection[Measure] = MEASURES.values(),
 ) -> Float[Tensor, "n_measures k *batch"]:
-    """Return every measure of every corner of A, in float64.
+    """Return measures of every corner of A, in float64.
 
-    In the order of `MEASURES`, with default options.
+    By default all of `MEASURES`, in this order and with default options.
     """
     corners = _corners(A.double(), S_1)
-    values = [measure.corner_values(corners) for measure in MEASURES.values()]
+    values = [measure.corner_values(corners) for measure in measures]
     # The axis of k stands last in each, and second in the result.
     return torch.stack(values).movedim(-1, 1)
 
 
 def measures_of_map(
-    matrices: Float[Tensor, "row col k k"], singular_values: Float[Tensor, "row n"]
+    matrices: Float[Tensor, "row col k k"],
+    singular_values: Float[Tensor, "row n"],
+    measures: Collection[Measure] = MEASURES.values(),
 ) -> Float[Tensor, "n_measures k row col"]:
     """Return `measures_at_every_k` of every pair, given the singular values of each
     row's Jacobian.
@@ -409,7 +542,7 @@ def measures_of_map(
     n_together = max(1, _MOST_ENTRIES // matrices[0].numel())
     S_1 = singular_values[:, None]
     rows = zip(matrices.split(n_together), S_1.split(n_together), strict=True)
-    return torch.cat([measures_at_every_k(A, S) for A, S in rows], 2)
+    return torch.cat([measures_at_every_k(A, S, measures) for A, S in rows], 2)
 
 
 def _corners(
@@ -424,6 +557,7 @@ def _corners(
     size = require_finite((off + diagonal.square().cumsum(-1)).sqrt(), "A")
     length = s.square().cumsum(-1).sqrt()
     return Corners(
+        A,
         diagonal,
         s,
         off,

@@ -20,6 +20,7 @@ other spectrum.
 """
 
 import math
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import numpy as np
@@ -29,7 +30,13 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, checked
 from tl_coupling.measures.matrices import Norm, require_finite, top_values
-from tl_coupling.measures.measure import MEASURES, AnyMeasure, Measure, measure_named
+from tl_coupling.measures.measure import (
+    MEASURES,
+    AnyMeasure,
+    Measure,
+    measure_named,
+    measures_at_every_k,
+)
 from tl_coupling.measures.moments import (
     mean_absolute_entry,
     moments_in_space,
@@ -43,6 +50,9 @@ Null = Literal["space", "spans", "pairs"]
 _N_SEEDS = 2**32
 # Numbers in memory at once.
 _MOST_NUMBERS = 2**22
+# Draws of a null without a closed form. Its error is a twentieth of the spread of one
+# pair's values: as much as `null_interval` leaves unknown.
+_N_DRAWS = 400
 
 
 @checked
@@ -78,6 +88,9 @@ def random_subspace_null(
     Args:
         k: size of A.
         measure: `"coupling"` gives `1 − √(1 − 1/k)`: 0.051 at k = 10, 0.010 at k = 50.
+            A function of one's own has no closed form: its null is the mean of 400
+            draws, `draws_of_random_subspaces`, with the same random numbers at each
+            call.
         d_model, S_1, frobenius_norm: of J_1; needed by the measures that depend on it.
         p, absolute: as in `measure_of`.
 
@@ -110,7 +123,58 @@ def random_subspace_null(
     entry = torch.zeros_like(norm)
     if measured.absolute:
         entry = mean_absolute_entry(S_1.double(), norm, d_model)
-    return measured.null(moments_in_space(s, d_model, norm, entry))
+    null = measured.null(moments_in_space(s, d_model, norm, entry))
+    if null is not None:
+        return null
+    values = draws_of_measure(
+        measured,
+        k,
+        _N_DRAWS,
+        d_model=d_model,
+        S_1=S_1,
+        frobenius_norm=frobenius_norm,
+        generator=seeded(0),
+    )
+    return measured.null_of_draws(values)
+
+
+def draws_of_measure(
+    measure: Measure,
+    k: int,
+    n: int,
+    *,
+    d_model: int,
+    S_1: Float[Tensor, "*batch n_values"],
+    frobenius_norm: Float[Tensor, "*batch"],
+    generator: torch.Generator,
+) -> Float[Tensor, "n_draws ..."]:
+    """Draw what a measure is of random `U_2, V_2`, n times; see
+    `draws_of_random_subspaces`.
+    """
+    S = S_1.double()
+    drawn = _random_matrices(k, n, d_model, S, frobenius_norm, generator)
+    return torch.cat([measure.value(A, S) for A in drawn])
+
+
+def _random_matrices(
+    k: int,
+    n: int,
+    d_model: int,
+    S_1: Float[Tensor, "*batch n_values"],
+    frobenius_norm: Float[Tensor, "*batch"],
+    generator: torch.Generator,
+) -> Iterator[Float[Tensor, "n_some *batch k k"]]:
+    """Yield what `draws_of_random_subspaces` draws, as many as fit into memory."""
+    n_at_once = max(1, _MOST_NUMBERS // (frobenius_norm.numel() * k * k))
+    for some in torch.arange(n).split(n_at_once):
+        yield draws_of_random_subspaces(
+            k,
+            len(some),
+            d_model=d_model,
+            S_1=S_1,
+            frobenius_norm=frobenius_norm,
+            generator=generator,
+        )
 
 
 @checked
@@ -149,10 +213,11 @@ def nulls_at_every_k(
     S_1: Float[Tensor, "*batch k"],
     frobenius_norm: Float[Tensor, "*batch"],
     d_model: int,
+    measures: Collection[Measure] = MEASURES.values(),
 ) -> Float[Tensor, "n_measures k *batch"]:
-    """Return `random_subspace_null` of every measure at every k.
+    """Return `random_subspace_null` of measures at every k.
 
-    In the order of `MEASURES`, with default options.
+    By default of all of `MEASURES`, in this order and with default options.
     """
     S = require_finite(S_1, "S_1").double()
     norm = frobenius_norm.double()
@@ -160,19 +225,35 @@ def nulls_at_every_k(
     signed_entry = torch.zeros_like(norm)
     absolute_entry = mean_absolute_entry(S, norm, d_model)
 
-    def null(measure: Measure, k: int) -> Tensor:
+    def null(measure: Measure, k: int) -> Tensor | None:
         known_null = measure.null_of_any_jacobian(k)
         if known_null is not None:
             return known_null.expand(norm.shape)
         entry = absolute_entry if measure.absolute else signed_entry
         return measure.null(moments_in_space(S[..., :k], d_model, norm, entry))
 
-    k_values = range(1, S.shape[-1] + 1)
-    values_by_measure = [
-        torch.stack([null(measure, k) for k in k_values]).cpu()
-        for measure in MEASURES.values()
-    ]
-    return torch.stack(values_by_measure)
+    def nulls(measure: Measure) -> Tensor:
+        nulls_by_k = [null(measure, k) for k in range(1, S.shape[-1] + 1)]
+        known_nulls = [value for value in nulls_by_k if value is not None]
+        if len(known_nulls) < len(nulls_by_k):
+            return _drawn_nulls_at_every_k(measure, S, norm, d_model)
+        return torch.stack(known_nulls)
+
+    return torch.stack([nulls(measure).cpu() for measure in measures])
+
+
+def _drawn_nulls_at_every_k(
+    measure: Measure,
+    S_1: Float[Tensor, "*batch k"],
+    frobenius_norm: Float[Tensor, "*batch"],
+    d_model: int,
+) -> Float[Tensor, "k ..."]:
+    """Return a null without a closed form: every k from corners of the same draws."""
+    k = S_1.shape[-1]
+    drawn = _random_matrices(k, _N_DRAWS, d_model, S_1, frobenius_norm, seeded(0))
+    values = [measures_at_every_k(A, S_1, (measure,))[0] for A in drawn]
+    # From `[k n *batch]`: draws stand first.
+    return measure.null_of_draws(torch.cat(values, 1).movedim(1, 0))
 
 
 @checked
@@ -210,7 +291,8 @@ def rotation_null(
 
     NaN, with a warning, where `A = 0` or `S_1 = 0` leaves the measure undefined. Cost:
     with `absolute` a decomposition and a one-dimensional integral for each A, else
-    nothing.
+    nothing. A function of one's own has no closed form: the mean of 400 draws is taken,
+    of the same rotations for all A.
 
     Example:
         >>> A, S_1 = torch.diag(torch.tensor([2.0, 1.0])), torch.tensor([2.0, 1.0])
@@ -222,7 +304,31 @@ def rotation_null(
     s = top_values(S_1, A.shape[-1]).double()
     A = require_finite(A, "A").double()
     moments = moments_in_spans(A, s, paired=paired, absolute=measured.absolute)
-    return measured.null(moments)
+    null = measured.null(moments)
+    if null is not None:
+        return null
+    return measured.null_of_draws(_draws_in_spans(measured, A, s, paired=paired))
+
+
+def _draws_in_spans(
+    measure: Measure,
+    A: Float[Tensor, "*batch k k"],
+    s: Float[Tensor, "*#batch k"],
+    *,
+    paired: bool,
+) -> Float[Tensor, "n_draws ..."]:
+    """Draw what a measure is in random bases of J_2's spans, the same ones for all A."""
+    k = A.shape[-1]
+    generator = seeded(0)
+    drawn = []
+    for _ in range(_N_DRAWS):
+        left = random_rotations(k, generator=generator)
+        right = left
+        if not paired:
+            right = random_rotations(k, generator=generator)
+        turned = left.mT.to(A) @ A @ right.to(A)
+        drawn.append(measure.value(turned, s))
+    return torch.stack(drawn)
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import matplotlib
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import plain
-from tl_coupling.measures import AnyMeasure, measure_named
+from tl_coupling.measures import MEASURES, AnyMeasure, label_of, measure_named
 from tl_coupling.results import RANDOM_SUBSPACES, changes_in_words
 from tl_coupling.spectra import check_k
 
@@ -430,15 +430,20 @@ def token_name(provenance: Mapping[str, Any], position: int) -> str:
 
 
 def measure_label(
-    measure: AnyMeasure, k: int, p: int | float = 2, absolute: bool = False
+    measure: AnyMeasure | str, k: int, p: int | float = 2, absolute: bool = False
 ) -> str:
-    """Return a measure in words, with k and its options."""
-    return measure_named(measure, p=p, absolute=absolute).label_at(k)
+    """Return a measure in words, with k and its options; of the user's own, its name."""
+    # A result holds no more than the name.
+    if isinstance(measure, str) and measure not in MEASURES:
+        return f"{measure} (k = {k})"
+    named = measure_named(cast(AnyMeasure, measure), p=p, absolute=absolute)
+    return named.label_at(k)
 
 
-def short_measure(measure: AnyMeasure) -> str:
+def short_measure(measure: AnyMeasure | str) -> str:
     """Return a measure in words, without the formula, which is for the caption."""
-    return measure_named(measure).label.partition("$")[0].strip()
+    name = measure if isinstance(measure, str) else measure_named(measure).name
+    return label_of(name).partition("$")[0].strip()
 
 
 def map_heading(maps: Sequence[CouplingMap], k: int | None = None) -> str:

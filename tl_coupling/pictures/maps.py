@@ -208,9 +208,10 @@ def color_scale(
 
     Pairs that are drawn in grey do not count.
 
-    It begins at 0; that of the normalised mis-coupling, near 1 for most pairs, ends at
-    1 instead. That of coupling reaches at least four times the null, or the noise of an
-    untrained model would look like structure.
+    It begins at 0, or below it for negative values of one's own measure. That of the
+    normalised mis-coupling, near 1 for most pairs, ends at 1 instead. That of coupling
+    reaches at least four times the null, or the noise of an untrained model would look
+    like structure.
     """
     values = [
         _mask_own_pairs(result, k, measure, options).ravel() for result in results
@@ -225,7 +226,7 @@ def color_scale(
     if null_tends_to == 1:
         return float(finite.min(initial=1.0)), 1.0
     # All values may be 0, and a scale of no width cannot be drawn.
-    return 0.0, float(finite.max(initial=0.0)) or 1.0
+    return float(finite.min(initial=0.0)), float(finite.max(initial=0.0)) or 1.0
 
 
 @checked

@@ -5,7 +5,6 @@ from matplotlib.axes import Axes
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons import PromptCoupling, PromptMeasure
-from tl_coupling.measures import measure_named
 from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_BASES
 
@@ -158,8 +157,7 @@ def _label(measure: PromptMeasure) -> str:
     """Return a measure in words."""
     if measure == "write_overlap" or measure == "read_overlap":
         return _OVERLAPS[measure]
-    # Without the formula, which is for the caption.
-    return measure_named(measure).label.partition("$")[0].strip()
+    return labels.short_measure(measure)
 
 
 def _short(prompt: str) -> str:

@@ -8,7 +8,7 @@ import xarray
 from jaxtyping import Bool, Float, Shaped
 
 from tl_coupling.arguments import Count, Seed, checked
-from tl_coupling.measures import MeasureName
+from tl_coupling.measures import AnyMeasure, measure_named
 from tl_coupling.statistics import (
     Interval,
     RankCorrelation,
@@ -49,7 +49,7 @@ def prompt_correlations(
     against: str | Mapping[str, float] = "n_pos",
     *,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     checkpoint: int | str | None = None,
     n_resamples: Count = 1000,
     seed: Seed = 0,
@@ -76,8 +76,30 @@ def prompt_correlations(
         >>> list(tlc.generalization.prompt_correlations(data, difficulty, n_resamples=100))[:2]
         ['width8', 'width12']
     """
+    return correlations_over_prompts(
+        data,
+        against,
+        k=k,
+        measured=measure_named(measure).name,
+        checkpoint=checkpoint,
+        n_resamples=n_resamples,
+        seed=seed,
+    )
+
+
+def correlations_over_prompts(
+    data: xarray.Dataset,
+    against: str | Mapping[str, float],
+    *,
+    k: int | None,
+    measured: str,
+    checkpoint: int | str | None,
+    n_resamples: int = 1000,
+    seed: int,
+) -> dict[str, PromptCorrelation]:
+    """Return `prompt_correlations` of what the data hold under the name of a measure."""
     extra_variables = (against,) if isinstance(against, str) else ()
-    survey = prompt_table(data, k, measure, extra_variables=extra_variables)
+    survey = prompt_table(data, k, measured, extra_variables=extra_variables)
     name = against if isinstance(against, str) else "difficulty"
     properties = _property_of_prompts(survey, against)
     coupling = survey["x"].values
@@ -95,7 +117,7 @@ def prompt_correlations(
         # Two prompts always correlate by 1 or −1, and equal ones do not at all.
         if len(x) < 3 or is_constant(x) or is_constant(y):
             raise ValueError(
-                f"{measure} against {name} of {model!r} needs at least three prompts "
+                f"{measured} against {name} of {model!r} needs at least three prompts "
                 "that differ in both"
             )
         correlations[str(model)] = _prompt_correlation(

@@ -11,7 +11,7 @@ import xarray
 from jaxtyping import Bool, Int
 
 from tl_coupling.arguments import Count, Seed, checked
-from tl_coupling.measures import MeasureName, mean_name, measured_in
+from tl_coupling.measures import AnyMeasure, mean_name, measure_named, measured_in
 from tl_coupling.statistics import (
     ALL_PROMPTS,
     Attenuation,
@@ -50,7 +50,7 @@ from tl_coupling.studies.generalization.model_tables import (
 )
 from tl_coupling.studies.generalization.prompt_correlations import (
     PromptCorrelation,
-    prompt_correlations,
+    correlations_over_prompts,
 )
 from tl_coupling.studies.generalization.study_remarks import (
     CommonPrompts,
@@ -73,7 +73,7 @@ def generalization_study(
     scores: pandas.DataFrame | str = "loss",
     *,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     diagonal: bool | None = None,
     score: str = "score",
     checkpoint: int | str | None = None,
@@ -144,7 +144,8 @@ def generalization_study(
     # Read once: a survey may be spread over thousands of files. Any of its measures may
     # have been looked at.
     means = [mean_name(name) for name in measured_in(data.data_vars)]
-    survey = load_needed(data, measure, extra_variables=("n_pos", *means))
+    name_of_measure = measure_named(measure).name
+    survey = load_needed(data, name_of_measure, extra_variables=("n_pos", *means))
     models = _models_of(survey)
     if isinstance(scores, str):
         score = "loss"
@@ -158,7 +159,7 @@ def generalization_study(
     question = Question(
         data=survey,
         scores=scores,
-        measure=measure,
+        measure=name_of_measure,
         k=int(survey["k"].max()) if k is None else k,
         score=score,
         checkpoint=checkpoint,
@@ -189,7 +190,7 @@ class Question:
 
     data: xarray.Dataset
     scores: pandas.DataFrame | str
-    measure: MeasureName
+    measure: str
     k: int
     score: str
     checkpoint: int | str | None
@@ -569,11 +570,11 @@ class Study:
     def _prompt_correlations(
         self, data: xarray.Dataset, prompt_property: str | Mapping[str, float]
     ) -> dict[str, PromptCorrelation]:
-        return prompt_correlations(
+        return correlations_over_prompts(
             data,
             prompt_property,
             k=self.question.k,
-            measure=self.question.measure,
+            measured=self.question.measure,
             checkpoint=self.question.checkpoint,
             seed=self.question.seed,
         )

@@ -9,7 +9,6 @@ import numpy as np
 import pandas
 
 from tl_coupling.arguments import made_by
-from tl_coupling.measures import MeasureName
 from tl_coupling.statistics import (
     Attenuation,
     ExponentialFit,
@@ -62,7 +61,7 @@ class Generalization:
         (['width8', 'width12'], [2, 4])
     """
 
-    measure: MeasureName
+    measure: str
     k: int
     score: str
     table: pandas.DataFrame

@@ -8,7 +8,7 @@ import xarray
 from jaxtyping import Float
 
 from tl_coupling.arguments import Count, Seed, checked
-from tl_coupling.measures import MeasureName
+from tl_coupling.measures import AnyMeasure, measure_named
 from tl_coupling.statistics import (
     ALL_PROMPTS,
     Interval,
@@ -58,7 +58,7 @@ def task_means(
     data: xarray.Dataset,
     *,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     n_resamples: Count = 2000,
     seed: Seed = 0,
 ) -> pandas.DataFrame:
@@ -85,7 +85,8 @@ def task_means(
         >>> table[table.model == "width8"].task.tolist()
         ['sums', 'riddles', 'all prompts']
     """
-    survey = prompt_table(data, k, measure)
+    measured = measure_named(measure).name
+    survey = prompt_table(data, k, measured)
     # One stream of draws serves all rows, in their order.
     rng = np.random.default_rng(seed)
     rows = []
@@ -117,7 +118,7 @@ def task_means(
     table = pandas.DataFrame(rows, columns=list(_COLUMNS))
     table.attrs |= {
         "k": survey["k"].item(),
-        "measure": measure,
+        "measure": measured,
         "pairs": pairs_of_layers(data),
     }
     return table

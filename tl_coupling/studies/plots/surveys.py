@@ -11,7 +11,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from tl_coupling.arguments import checked
-from tl_coupling.measures import MeasureName, mean_name, measured_in, null_name
+from tl_coupling.measures import (
+    AnyMeasure,
+    mean_name,
+    measure_named,
+    measured_in,
+    null_name,
+)
 from tl_coupling.pictures import labels
 from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
 from tl_coupling.studies.generalization import (
@@ -85,7 +91,7 @@ def plot_quartiles(
     *,
     by: Mapping[str, float] | str | None = None,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Draw each model's median over prompts of coupling and of the stream's shape.
@@ -117,8 +123,9 @@ def plot_quartiles(
     Example:
         >>> fig = tlc.plots.plot_quartiles(data, by="d_model", k=4)
     """
-    coupling = f"{measure.replace('_', ' ')} (k = {_measured_k(data, k, measure)})"
-    variables = {mean_name(measure): _Variable(coupling), **_SPREADS}
+    measured = measure_named(measure).name
+    coupling = f"{measured.replace('_', ' ')} (k = {_measured_k(data, k, measured)})"
+    variables = {mean_name(measured): _Variable(coupling), **_SPREADS}
     variables = {name: look for name, look in variables.items() if name in data}
     runs = _runs(data)
     models, sorted_by = _sorted_models(runs, by)
@@ -311,7 +318,7 @@ def plot_prompts(
     against: Mapping[str, float] | None = None,
     *,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Draw coupling on each prompt against its length or difficulty.
@@ -340,7 +347,8 @@ def plot_prompts(
         >>> difficulty = {"p0": 1, "p1": 3, "p2": 2, "p3": 4}
         >>> fig = tlc.plots.plot_prompts(data, difficulty, k=4)
     """
-    k = _measured_k(data, k, measure)
+    measured = measure_named(measure).name
+    k = _measured_k(data, k, measured)
     runs = [run for run in _runs(data) if not run.is_untrained]
     models, _ = _sorted_models(runs)
     drawn_runs = [
@@ -356,11 +364,11 @@ def plot_prompts(
     fig = fig or labels.new_figure(3.7 * n_columns, 0.8 + 2.9 * len(drawn_runs))
     grid = fig.subplots(len(drawn_runs), n_columns, squeeze=False)
     x_label = "length in tokens" if against is None else "difficulty"
-    y_label = f"{measure.replace('_', ' ')} (k = {k})"
+    y_label = f"{measured.replace('_', ' ')} (k = {k})"
     names = dict(zip(models, labels.short_names(models), strict=True))
     for run, axes in zip(drawn_runs, grid, strict=True):
         x = _length_or_difficulty(run, against)
-        y = _prompt_values(run.values, mean_name(measure), k)
+        y = _prompt_values(run.values, mean_name(measured), k)
         relation = prompt_relation(x, y, tasks)
         # Two points always lie on a line.
         if relation.n_prompts < 3:

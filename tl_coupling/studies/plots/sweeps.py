@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
 from tl_coupling.arguments import Count, Positive, checked
-from tl_coupling.measures import MeasureName, mean_name, null_name
+from tl_coupling.measures import AnyMeasure, mean_name, measure_named, null_name
 from tl_coupling.pictures import draw_arcs, labels, most_arcs, weighted_pairs
 from tl_coupling.results import RANDOM_SUBSPACES
 from tl_coupling.statistics import LEVEL, Interval, crossed_mean
@@ -41,7 +41,7 @@ def plot_emergence(
     data: "xarray.Dataset | Mapping[str, xarray.Dataset]",
     *,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Draw mean coupling of different layers, and the loss, against the training step.
@@ -70,10 +70,11 @@ def plot_emergence(
     import xarray
 
     sweeps = labels.named(data, xarray.Dataset)
-    k = _common_k(sweeps, k, mean_name(measure))
+    measured = measure_named(measure).name
+    k = _common_k(sweeps, k, mean_name(measured))
     sweeps = {name: sweep.sel(k=k) for name, sweep in sweeps.items()}
     shown = {
-        mean_name(measure): f"mean {labels.measure_label(measure, k)}",
+        mean_name(measured): f"mean {labels.measure_label(measure, k)}",
         "loss": "loss (nats per token)",
     }
     if all(bool(sweep["loss"].isnull().all()) for sweep in sweeps.values()):
@@ -91,7 +92,7 @@ def plot_emergence(
             draw_line(ax, sweep[variable], color, label)
         ax.set_ylabel(text)
     nulls = {
-        name: mean_of(sweep[null_name(measure)]).sortby("checkpoint")
+        name: mean_of(sweep[null_name(measured)]).sortby("checkpoint")
         for name, sweep in sweeps.items()
     }
     if labels.draw_null(panels[0].axhline, np.concatenate(list(nulls.values()))):
@@ -143,7 +144,7 @@ def plot_coupling_strip(
     *,
     checkpoints: Sequence[int] | None = None,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     fig: Figure | None = None,
 ) -> Figure:
     """Draw a heat map of all pairs of layers for each checkpoint, on one colour scale.
@@ -164,8 +165,9 @@ def plot_coupling_strip(
     Example:
         >>> fig = tlc.plots.plot_coupling_strip(sweep, k=4)
     """
-    k = _common_k({"data": data}, k, measure)
-    steps, maps = _maps(data, checkpoints, k, measure)
+    measured = measure_named(measure).name
+    k = _common_k({"data": data}, k, measured)
+    steps, maps = _maps(data, checkpoints, k, measured)
     # One set of axes: panels are compared cell by cell.
     fig, grid = _grid(len(steps), 1.5, 1.65, fig, shared=True)
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(
@@ -182,7 +184,7 @@ def plot_coupling_strip(
     fig.supxlabel("layer of the singular vectors", fontsize="medium")
     bar = fig.colorbar(image, ax=fig.axes, label=labels.measure_label(measure, k))
     if (
-        null := labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
+        null := labels.one_null(data[null_name(measured)].sel(k=k, checkpoint=steps))
     ) is not None:
         labels.mark_null(bar.ax, null)
         bar.set_label(f"{labels.measure_label(measure, k)}\nline: {RANDOM_SUBSPACES}")
@@ -198,7 +200,7 @@ def animate_coupling(
     *,
     checkpoints: Sequence[int] | None = None,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     seconds: Positive = 0.6,
 ) -> FuncAnimation:
     """Animate the heat map of all pairs of layers over the checkpoints.
@@ -215,9 +217,10 @@ def animate_coupling(
         >>> animation = tlc.plots.animate_coupling(sweep, k=4)
         >>> animation.save("emergence.gif", writer="pillow")
     """
-    k = _common_k({"data": data}, k, measure)
+    measured = measure_named(measure).name
+    k = _common_k({"data": data}, k, measured)
     every_step = data["checkpoint"].values.tolist()
-    steps, maps = _maps(data, checkpoints or every_step, k, measure)
+    steps, maps = _maps(data, checkpoints or every_step, k, measured)
     # Its own: pyplot would show the first frame beside the animation.
     fig = Figure(figsize=(4.4, 4), layout="constrained")
     ax = fig.subplots()
@@ -250,7 +253,7 @@ def plot_adjacency_strip(
     *,
     checkpoints: Sequence[int] | None = None,
     k: int | None = None,
-    measure: MeasureName = "coupling",
+    measure: AnyMeasure = "coupling",
     strongest: Count | None = None,
     fig: Figure | None = None,
 ) -> Figure:
@@ -275,8 +278,9 @@ def plot_adjacency_strip(
     Example:
         >>> fig = tlc.plots.plot_adjacency_strip(sweep, checkpoints=[0, 2])
     """
-    k = _common_k({"data": data}, k, measure)
-    steps, maps = _maps(data, checkpoints, k, measure)
+    measured = measure_named(measure).name
+    k = _common_k({"data": data}, k, measured)
+    steps, maps = _maps(data, checkpoints, k, measured)
     layers = data["layer"].values.tolist()
     n_arcs = strongest or most_arcs(layers)
     # Pairs come from the lightest.
@@ -296,7 +300,7 @@ def plot_adjacency_strip(
     fig.supxlabel(f"layer ({drawn})", fontsize="medium")
     name = f"{labels.short_measure(measure)} (k = {k}),\nmean of both orders"
     bar = fig.colorbar(arcs, ax=fig.axes, label=name).ax
-    null = labels.one_null(data[null_name(measure)].sel(k=k, checkpoint=steps))
+    null = labels.one_null(data[null_name(measured)].sel(k=k, checkpoint=steps))
     if null is not None and null <= full:
         labels.mark_and_name_null(bar, null)
     labels.entitle(

@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from tl_coupling.arguments import (
     warn_caller,
 )
 from tl_coupling.files import file_name, output_folder
+from tl_coupling.measures import check_reaches_processes
 from tl_coupling.models import (
     Backend,
     Memory,
@@ -43,7 +45,7 @@ from tl_coupling.studies.surveys.checkpoints import (
     is_cached,
     is_local,
 )
-from tl_coupling.studies.surveys.executors import Executor
+from tl_coupling.studies.surveys.executors import Executor, ProcessPool
 from tl_coupling.studies.surveys.kept import KeptPrompts
 from tl_coupling.studies.surveys.local_models import attach_files, check_files
 from tl_coupling.studies.surveys.measurements import measured_prompts
@@ -387,7 +389,7 @@ def run_survey(
     Raises:
         ValueError: the folder has results of another survey, of another model under the
             same name, or of a local model whose files are others now; or another run is
-            using it.
+            using it; or processes cannot import a measure of one's own.
         ModelError: not one unit could be measured.
         OSError: the folder cannot be written to; what is finished is kept.
 
@@ -534,6 +536,9 @@ def _outcomes(
     """Measure what is missing, and return what became of every unit."""
     # Bars of several workers would overwrite each other; a function wraps units alone.
     shows_prompts = executor is None and not callable(progress)
+    if isinstance(executor, ProcessPool | ProcessPoolExecutor):
+        for own in survey.settings.own_measures:
+            check_reaches_processes(own.function, own.name)
     progress_of_prompts = progress if shows_prompts else False
     # The folder is held, so that results that are there now are still there when the
     # units are run.

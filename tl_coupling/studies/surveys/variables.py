@@ -14,10 +14,9 @@ from tl_coupling.comparisons import CouplingMap, carriers
 from tl_coupling.comparisons.maps import mean_over_pairs
 from tl_coupling.dynamics import products
 from tl_coupling.measures import (
-    MEASURES,
-    MeasureName,
+    Measure,
+    facts_of_own,
     mean_name,
-    measure_named,
     null_name,
 )
 from tl_coupling.models import missing_head
@@ -102,7 +101,8 @@ def measures(traced: Trace, settings: Settings, *maps: CouplingMap) -> "xarray.D
         "window": np.arange(len(windowed)) + window // 2,
         "depth": range(traced.n_layers + 1),
     }
-    attrs = {"window": window, "provenance": json.dumps(_shared_provenance(result))}
+    provenance = _shared_provenance(result) | facts_of_own(settings.own_measures)
+    attrs = {"window": window, "provenance": json.dumps(provenance)}
     data = measures_of_maps(maps, settings).assign(variables)
     return data.assign_coords(coords).assign_attrs(attrs)
 
@@ -204,8 +204,8 @@ def _map_measures(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
         "distance": range(len(layers)),
     }
     variables: dict[str, Variable] = {}
-    for name in settings.measures:
-        variables |= _measure_variables(result, name, settings)
+    for measure in settings.named_measures:
+        variables |= _measure_variables(result, measure, settings)
     profiles = [result.locality_profile(k).cpu().numpy() for k in settings.k]
     variables["locality"] = (("k", "distance"), np.stack(profiles))
     # netCDF has no booleans.
@@ -218,12 +218,10 @@ def _map_measures(result: CouplingMap, settings: Settings) -> "xarray.Dataset":
 
 
 def _measure_variables(
-    result: CouplingMap, name: MeasureName, settings: Settings
+    result: CouplingMap, measure: Measure, settings: Settings
 ) -> dict[str, Variable]:
     """Return one measure of every pair, its mean over pairs and its null, at every k."""
-    measure = MEASURES[name]
-    if measure.takes_options:
-        measure = measure_named(name, p=settings.p, absolute=settings.absolute)
+    name = measure.name
     off_diagonal = not settings.diagonal
     pair_values = [result.values(k, measure) for k in settings.k]
     if settings.diagonal or len(result.row_layers) > 1:
