@@ -320,6 +320,19 @@ def test_layers_that_share_all_directions_have_the_smallest_p():
     assert alike.null_p(3) == 1 / 8001
 
 
+def test_two_layers_know_no_smaller_p_than_their_draws():
+    """They compare the same frames: each of their means is one of 800 draws."""
+    alike = random_map(layers=(0, 1))
+    same = torch.eye(alike.k).expand(2, 2, -1, -1).clone()
+    assert dataclasses.replace(alike, matrices=same).null_p(3) == 1 / 801
+
+
+def test_a_single_connection_leaves_nothing_to_chance():
+    single = random_map(layers=(0,))
+    assert " p " not in repr(single)
+    assert single.table([3]).rows[0][-1] == "none"
+
+
 def test_a_mean_that_is_undefined_has_no_p():
     random = random_map(layers=(0, 1))
     # Singular vectors in which the other layer does nothing.

@@ -187,6 +187,7 @@ def mean_depth_coupling(
     without: Without | None = None,
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
+    within_ks: Sequence[int] = (),
     chunk_size: Count | None = None,
     batch: Count | None = None,
     max_memory: MemoryLimit | None = None,
@@ -199,6 +200,8 @@ def mean_depth_coupling(
         k, position, orientation, layers, without, metric, method: as in
             `depth_coupling`, with the same errors and warnings, for each prompt. Of
             several positions each prompt counts with its mean over tokens.
+        within_ks: the k at which the mean has the nulls `within="spans"` and `"pairs"`
+            too, with their intervals, as in `mean_of_maps`; of a single position.
         chunk_size, batch, max_memory: as in `depth_coupling`. Prompts of one length
             that follow each other are computed together.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
@@ -227,7 +230,7 @@ def mean_depth_coupling(
     options = JacobianOptions(chunk_size, max_memory, False, change, method, batch)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     if not isinstance(position, int):
-        return MeanCouplingMap.over(
+        maps_of_tokens = (
             depth_coupling(
                 trace,
                 k,
@@ -244,6 +247,7 @@ def mean_depth_coupling(
             )
             for trace in traced
         )
+        return MeanCouplingMap.over(maps_of_tokens, within_ks=within_ks)
     maps_of_group = partial(
         _depth_maps_of_each,
         k=k,
@@ -253,7 +257,7 @@ def mean_depth_coupling(
         change=change,
         options=options,
     )
-    return MeanCouplingMap.over(maps_of_group(traced))
+    return MeanCouplingMap.over(maps_of_group(traced), within_ks=within_ks)
 
 
 def _depth_maps_of_each(
