@@ -312,6 +312,11 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     assert summary["null"]["2"] == pytest.approx(result.null(2, off_diagonal=False))
     low, high = summary["null_interval"]["2"]
     assert low < summary["null"]["2"] < high
+    p = result.null_p(2, off_diagonal=False)
+    assert summary["null_p"] == {"trained": {"2": p}}
+    # Beside the null in the table, with the test.
+    assert re.search(rf"{summary['null']['2']:.3f} +{p:.2g}\s", done.out)
+    assert "random subspaces, one-sided, all prompts as one draw" in done.out
     assert "mean over all pairs of layers, l = l' among them" in " ".join(
         done.out.split()
     )

@@ -698,7 +698,8 @@ class CouplingMap(Saved):
             off_diagonal: leaves out the pairs of a connection with itself.
             null_intervals: what `null_interval` gave, by k, for the caption; those of
                 `chances` by default.
-            chances: what `chance` gave, by k; drawn by default.
+            chances: what `chance` gave, by k; drawn by default. With none, `{}`, the
+                table has no p.
 
         Cost: that of `chance`, for each k.
 
@@ -726,7 +727,7 @@ class CouplingMap(Saved):
                 k,
                 self._mean_in_words(k, off_diagonal),
                 f"{self.null(k, off_diagonal=off_diagonal):.3f}",
-                f"{chances[k].p:.2g}" if k in chances else "none",
+                *([f"{chances[k].p:.2g}"] if chances else []),
             )
             for k in ks
         ]
@@ -745,9 +746,10 @@ class CouplingMap(Saved):
             ]
             lines.append(f"95 % of {RANDOM_SUBSPACES}: {', '.join(texts)}")
         lines.append(f"null: {RANDOM_SUBSPACES}")
+        numbers = ["k", "coupling", "null"]
         if chances:
+            numbers.append("p")
             lines.append(f"p: of this mean or a larger one; {self._test_in_words()}")
-        numbers = ["k", "coupling", "null", "p"]
         return ShortTable.of(title, [], numbers, rows, "\n".join(lines))
 
     def _test_in_words(self) -> str:
