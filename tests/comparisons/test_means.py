@@ -414,8 +414,8 @@ def test_a_mean_says_its_p_and_which_test(mean, maps):
         assert f"null {result.null():.3f}, p {result.null_p():.2g} ({test})" in repr(
             result
         )
-        assert result.table([3]).caption.endswith(f"larger one; {test}")
-        assert result.table([3]).rows[0][-1] == f"{result.null_p(3):.2g}"
+        p = result.null_p(3)
+        assert result.table([3]).caption.endswith(f": {p:.2g} (k = 3); {test}")
 
 
 def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
@@ -615,13 +615,14 @@ def test_a_short_table_says_what_the_methods_give(mean, maps) -> None:
     intervals = {3: mean.null_interval(3, off_diagonal=False)}
     table = mean.table([1, 3], off_diagonal=False, null_intervals=intervals)
     assert [row[0] for row in table.rows] == ["1", "3"]
-    for k, coupling, null, p in table.rows:
+    for k, coupling, null in table.rows:
         low, high = mean.interval(int(k), off_diagonal=False)
         spread = mean.spread_of_mean(int(k), off_diagonal=False)
         value = mean.mean(int(k), off_diagonal=False)
         assert coupling == f"{value:.3f} ± {spread:.3f} [{low:.3f}, {high:.3f}]"
         assert null == f"{mean.null(int(k), off_diagonal=False):.3f}"
-        assert p == f"{mean.null_p(int(k), off_diagonal=False):.2g}"
+        p = mean.null_p(int(k), off_diagonal=False)
+        assert f"{p:.2g} (k = {k})" in table.caption
     low, high = intervals[3]
     assert f"{low:.3f} to {high:.3f} (k = 3)" in table.caption
     assert f"{len(maps)} prompts" in table.caption

@@ -33,16 +33,6 @@ def test_tables_of_runs_stand_side_by_side() -> None:
         ShortTable.beside({"trained": table("1"), "untrained": table("3", "4")}, "mean")
 
 
-def test_several_columns_of_each_run_say_which_it_is() -> None:
-    runs = {"trained": table("1", "2"), "untrained": table("3", "4")}
-    both = ShortTable.beside(runs, "mean", "null")
-    names = ("null (trained)", "null (untrained)")
-    assert both.headings == ("layer", "trained", "untrained", *names)
-    assert both.rows == (("0", "1", "3", "7", "7"), ("1", "2", "4", "7", "7"))
-    alone = ShortTable.beside({"trained": table("1")}, "mean", "null")
-    assert alone.headings == ("layer", "trained", "null")
-
-
 def test_a_table_is_printed_in_columns() -> None:
     assert str(table("1", "200")).splitlines() == [
         "model",

@@ -31,6 +31,7 @@ from tl_coupling.comparisons import (
     CouplingMap,
     MeanCouplingMap,
     describe_pairs,
+    p_in_words,
 )
 from tl_coupling.files import file_name, write_table
 from tl_coupling.measures import Metric
@@ -184,8 +185,14 @@ def _finish(
         )
         for role, result in maps.items()
     }
-    others = ["p"] if chances[first_role] else []
-    work.shown.append(ShortTable.beside(tables, "coupling", *others))
+    table = ShortTable.beside(tables, "coupling")
+    # The caption has the p of the first run.
+    lines = [
+        f"p of the mean of {role}: {p_in_words(by_k)}"
+        for role, by_k in chances.items()
+        if role != first_role and by_k
+    ]
+    work.shown.append(replace(table, caption="\n".join([table.caption, *lines])))
 
 
 def _map_files(paths: list[Path]) -> list[Path]:

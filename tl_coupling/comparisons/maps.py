@@ -699,19 +699,19 @@ class CouplingMap(Saved):
             null_intervals: what `null_interval` gave, by k, for the caption; those of
                 `chances` by default.
             chances: what `chance` gave, by k; drawn by default. With none, `{}`, the
-                table has no p.
+                table says no p.
 
         Cost: that of `chance`, for each k.
 
         Example:
             >>> print(tlc.depth_coupling(trace, k=4).table([2]))
             local/tiny: depth coupling 1 − m̃, mean over pairs of different layers
-            k  coupling   null  p
-            2     0.170  0.293  1
+            k  coupling   null
+            2     0.170  0.293
             2 layers, 1 prompt
             95 % of random subspaces: 0.100 to 0.700 (k = 2)
             null: random subspaces
-            p: of this mean or a larger one; random subspaces, one-sided
+            p of so large a mean: 1 (k = 2); random subspaces, one-sided
         """
         if ks is None:
             ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
@@ -727,7 +727,6 @@ class CouplingMap(Saved):
                 k,
                 self._mean_in_words(k, off_diagonal),
                 f"{self.null(k, off_diagonal=off_diagonal):.3f}",
-                *([f"{chances[k].p:.2g}"] if chances else []),
             )
             for k in ks
         ]
@@ -746,11 +745,12 @@ class CouplingMap(Saved):
             ]
             lines.append(f"95 % of {RANDOM_SUBSPACES}: {', '.join(texts)}")
         lines.append(f"null: {RANDOM_SUBSPACES}")
-        numbers = ["k", "coupling", "null"]
         if chances:
-            numbers.append("p")
-            lines.append(f"p: of this mean or a larger one; {self._test_in_words()}")
-        return ShortTable.of(title, [], numbers, rows, "\n".join(lines))
+            lines.append(
+                f"p of so large a mean: {p_in_words(chances)}; {self._test_in_words()}"
+            )
+        caption = "\n".join(lines)
+        return ShortTable.of(title, [], ["k", "coupling", "null"], rows, caption)
 
     def _test_in_words(self) -> str:
         """Return which test gives p."""
@@ -841,6 +841,11 @@ def _tabulated_values(
         "normalized_miscoupling": values[names.index("normalized_miscoupling")],
         "null": nulls[coupling],
     }
+
+
+def p_in_words(chances: Mapping[int, Chance]) -> str:
+    """Return the p of each k, as a caption has them."""
+    return ", ".join(f"{chance.p:.2g} (k = {k})" for k, chance in chances.items())
 
 
 def describe_pairs(diagonal: bool) -> str:

@@ -4,7 +4,6 @@ import html
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 
 _MOST_ROWS = 10
 # Numbers that a result says nothing else about are shown with so many digits.
@@ -64,34 +63,23 @@ class ShortTable:
         return replace(first, names=(heading, *first.names), rows=tuple(rows))
 
     @classmethod
-    def beside(
-        cls, tables: Mapping[str, "ShortTable"], heading: str, *others: str
-    ) -> "ShortTable":
+    def beside(cls, tables: Mapping[str, "ShortTable"], heading: str) -> "ShortTable":
         """Return tables of the same rows as one, with a column for each in place of the
-        one of this heading, and of each of the others.
+        one of this heading.
 
-        The column is called as the table is, one of the others "p (trained)", and as it
-        was where there is one table; all else is that of the first table.
+        The column is called as the table is; all else is that of the first table.
         """
         first = next(iter(tables.values()))
-        numbers: list[str] = []
-        for number in first.numbers:
-            if number == heading:
-                numbers.extend(tables)
-            elif number in others and len(tables) > 1:
-                numbers.extend(f"{number} ({name})" for name in tables)
-            else:
-                numbers.append(number)
-        repeated = {first.headings.index(name) for name in (heading, *others)}
+        place = first.headings.index(heading)
         rows = []
         for row_of_each in zip(*(table.rows for table in tables.values()), strict=True):
-            # The cells of one place, of each table or of the first alone.
-            cells = [
-                cells_of_each if place in repeated else cells_of_each[:1]
-                for place, cells_of_each in enumerate(zip(*row_of_each, strict=True))
-            ]
-            rows.append(tuple(chain.from_iterable(cells)))
-        return replace(first, numbers=tuple(numbers), rows=tuple(rows))
+            cells = tuple(row[place] for row in row_of_each)
+            row = row_of_each[0]
+            rows.append((*row[:place], *cells, *row[place + 1 :]))
+        number_place = place - len(first.names)
+        before = first.numbers[:number_place]
+        after = first.numbers[number_place + 1 :]
+        return replace(first, numbers=(*before, *tables, *after), rows=tuple(rows))
 
     @property
     def headings(self) -> tuple[str, ...]:
