@@ -40,14 +40,17 @@ def first_paragraph(thing: Any) -> str:
     return " ".join(inspect.cleandoc(thing.__doc__).split("\n\n")[0].split())
 
 
-def table(names: Sequence[str], module: Any) -> str:
-    """Return names with the first paragraphs of their docstrings."""
+def table(names: Sequence[str], module: Any, kind: str = "names") -> str:
+    """Return names with the first paragraphs of their docstrings.
+
+    `kind` is the class of the table, which says how it looks.
+    """
     rows = [
         f"   * - `~{module.__name__}.{name}`\n     - {first_paragraph(getattr(module, name))}\n"
         for name in names
     ]
     return (
-        ".. list-table::\n   :widths: 34 66\n   :class: names\n\n"
+        f".. list-table::\n   :widths: 34 66\n   :class: {kind}\n\n"
         + "".join(rows)
         + "\n"
     )
@@ -60,7 +63,7 @@ def front_page() -> str:
         "Most analyses need these names, in this order of use. They are what `tlc.` shows "
         "on tab, beside the rooms.\n\n"
     )
-    text += table(FRONT, tl_coupling)
+    text += table(FRONT, tl_coupling, "names front")
     text += (
         "All others are below, by task. Names of a table can be written "
         "``tlc.name``, those of a list ``tlc.room.name``. At the end stands what all "
