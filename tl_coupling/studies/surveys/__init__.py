@@ -1,6 +1,7 @@
 """Many measurements: surveys of models, sweeps over checkpoints, and what runs them."""
 # ruff: noqa: F401
 
+from tl_coupling.arguments import renamed
 from tl_coupling.prompts import as_prompts
 from tl_coupling.studies.surveys.checkpoints import (
     Checkpoint,
@@ -54,3 +55,8 @@ __all__ = [
     "slurm_executor",
     "with_diagonal",
 ]
+
+# Names of earlier versions.
+movements = renamed(precision_changes, "surveys.movements")
+one_orientation = renamed(select_orientation, "surveys.one_orientation")
+run = renamed(run_survey, "surveys.run")
