@@ -709,9 +709,9 @@ class CouplingMap(Saved):
             k  coupling   null
             2     0.170  0.293
             2 layers, 1 prompt
-            95 % of random subspaces: 0.100 to 0.700 (k = 2)
+            95 % of random subspaces: 0.006 to 0.814 (k = 2)
             null: random subspaces
-            p of so large a mean: 1 (k = 2); random subspaces, one-sided
+            p of so large a mean: 0.69 (k = 2); random subspaces, one-sided
         """
         if ks is None:
             ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
