@@ -4,6 +4,7 @@ import ast
 import builtins
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +32,24 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_every_name_that_is_listed_is_there() -> None:
-    assert set(PROMISED.split()) <= set(tlc.__all__) <= set(dir(tlc))
+    assert set(PROMISED.split()) <= set(tlc.__all__)
     assert len(set(tlc.__all__)) == len(tlc.__all__) <= 49
-    assert all(hasattr(tlc, name) for name in dir(tlc))
+    assert all(hasattr(tlc, name) for name in [*dir(tlc), *tlc.__all__])
+    imported: dict[str, Any] = {}
+    exec("from tl_coupling import *", imported)
+    assert imported.keys() - {"__builtins__"} == set(tlc.__all__)
+
+
+def test_tab_shows_twenty_names_and_the_rooms() -> None:
+    """The same that the API reference and the page for language models begin with."""
+    front = tlc._FRONT
+    assert len(set(front)) == len(front) == 20
+    assert set(front) <= set(tlc.__all__)
+    assert dir(tlc) == sorted([*front, *ROOMS])
+    text = (Path(__file__).parents[1] / "llms.txt").read_text()
+    listed = re.search(r"in this order of use: (.+?)\.", text)
+    assert listed is not None
+    assert tuple(re.findall(r"`(\w+)`", listed[1])) == front
 
 
 def test_type_checkers_are_told_the_same() -> None:
@@ -44,7 +60,7 @@ def test_type_checkers_are_told_the_same() -> None:
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    assert told == {name: getattr(tlc, name) for name in dir(tlc)}
+    assert told == {name: getattr(tlc, name) for name in [*ROOMS, *tlc.__all__]}
 
 
 EARLIER = {

@@ -2,8 +2,9 @@
 models.
 
 The names that most analyses need are here; the rest is in the rooms, such as
-`tlc.plots` or `tlc.generalization`. Everything is imported when it is first used, from
-where `__init__.pyi` says, which type checkers read too.
+`tlc.plots` or `tlc.generalization`. `tlc.` and tab shows twenty of them, which the API
+reference begins with, and the rooms; `tlc.__all__` has all. Everything is imported when
+it is first used, from where `__init__.pyi` says, which type checkers read too.
 
 The examples of the reference are run by `make check`, on tiny random models. They share
 these names, for which any model, prompts, survey and sweep will do::
@@ -35,6 +36,30 @@ _HOMES = {
 }
 # Names of earlier versions, which warn: no list has them.
 _EARLIER_HOMES = {"run": "tl_coupling.surveys"}
+# What `tlc.` shows on tab beside the rooms, in the order of use; the API reference begins
+# with it.
+_FRONT = (
+    "load_model",
+    "load_prompts",
+    "trace",
+    "trace_modules",
+    "block_jacobian",
+    "depth_coupling",
+    "mean_depth_coupling",
+    "self_coupling",
+    "prompt_coupling",
+    "CouplingMap",
+    "compare",
+    "carriers",
+    "line_shape_score",
+    "plot_coupling",
+    "plot_trajectories",
+    "portrait",
+    "write_report",
+    "Survey",
+    "run_survey",
+    "checkpoint_sweep",
+)
 __all__ = [name for name, home in _HOMES.items() if home != __name__]
 
 
@@ -49,4 +74,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    rooms = [name for name, home in _HOMES.items() if home == __name__]
+    return sorted([*_FRONT, *rooms])

@@ -22,6 +22,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import tl_coupling
+from front_page import first_paragraph, front_page, heading, table
 from made import write
 from names import HOMES, ROOMS, at_the_top, documented, in_the_room, page_of
 
@@ -33,12 +34,12 @@ JOINED = "\N{INVISIBLE SEPARATOR}"
 
 def write_pages(app: Sphinx) -> None:
     """Return the sources of `docs/api`."""
-    pages = {"api/index": _index()}
+    pages = {"api/index": front_page()}
     for room in ROOMS:
         pages[f"api/{room}/index"] = _room(room)
         for name in at_the_top(room):
             thing = getattr(tl_coupling, name)
-            pages[page_of(name)] = _heading(name) + _directive(
+            pages[page_of(name)] = heading(name) + _directive(
                 f"tl_coupling.{name}", thing
             )
     for path in Path(app.srcdir, "api").rglob("*.rst"):
@@ -46,14 +47,6 @@ def write_pages(app: Sphinx) -> None:
             path.unlink()
     for page, text in pages.items():
         write(Path(app.srcdir, f"{page}.rst"), text)
-
-
-def _heading(title: str, line: str = "=") -> str:
-    return f"{title}\n{line * len(title)}\n\n"
-
-
-def _first_paragraph(thing: Any) -> str:
-    return " ".join(inspect.cleandoc(thing.__doc__).split("\n\n")[0].split())
 
 
 def _directive(name: str, thing: Any) -> str:
@@ -65,19 +58,6 @@ def _directive(name: str, thing: Any) -> str:
     return f".. auto{kind}:: {name}\n{options}\n"
 
 
-def _table(names: list[str], module: Any) -> str:
-    """Names with the first paragraphs of their docstrings."""
-    rows = [
-        f"   * - `~{module.__name__}.{name}`\n     - {_first_paragraph(getattr(module, name))}\n"
-        for name in names
-    ]
-    return (
-        ".. list-table::\n   :widths: 34 66\n   :class: names\n\n"
-        + "".join(rows)
-        + "\n"
-    )
-
-
 def _overview(names: list[str], module: Any) -> str:
     """Show what the `plot_*` draw, and list the other names."""
     drawing = [name for name in names if name.startswith("plot_")]
@@ -85,37 +65,16 @@ def _overview(names: list[str], module: Any) -> str:
     text = ""
     if drawing:
         lines = [
-            f"   {name}: {_first_paragraph(getattr(module, name))}\n"
-            for name in drawing
+            f"   {name}: {first_paragraph(getattr(module, name))}\n" for name in drawing
         ]
         text = ".. plots::\n   :reference:\n\n" + "".join(lines) + "\n"
-    return text + (_table(others, module) if others else "")
-
-
-def _index() -> str:
-    text = _heading("API reference")
-    text += (
-        "Names of the top level have a page of their own; the rest "
-        "of a room stands on the page of the room.\n\n"
-    )
-    text += ".. automodule:: tl_coupling\n\n"
-    for room, module in ROOMS.items():
-        text += (
-            _heading(room, "-") + f"{_first_paragraph(module)} `tl_coupling.{room}`\n\n"
-        )
-        if top := at_the_top(room):
-            text += _table(top, tl_coupling)
-    return (
-        text
-        + ".. toctree::\n   :hidden:\n\n"
-        + "".join(f"   {room}/index\n" for room in ROOMS)
-    )
+    return text + (table(others, module) if others else "")
 
 
 def _room(room: str) -> str:
     module, top, own = ROOMS[room], at_the_top(room), in_the_room(room)
     text = (
-        _heading(room)
+        heading(room)
         + f".. automodule:: {module.__name__}\n\n.. currentmodule:: {module.__name__}\n\n"
     )
     if top:

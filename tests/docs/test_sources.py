@@ -158,6 +158,23 @@ def test_every_public_name_has_a_page():
     assert {page.rpartition("/")[0] + "/index" for page in of_their_own} <= rooms
 
 
+def test_the_reference_begins_with_the_front_and_has_each_name_once() -> None:
+    page = module("front_page")
+    text = page.front_page()
+    listed = re.findall(r"`~(tl_coupling\.[\w.]+)`", text)
+    assert listed[:20] == [f"tl_coupling.{name}" for name in tlc._FRONT]
+    assert sorted(listed) == sorted(public_names())
+    # By task: each room stands under one.
+    rooms_of_tasks = [room for rooms in page.TASKS.values() for room in rooms]
+    assert sorted(rooms_of_tasks) == sorted(ROOMS)
+    headings = re.findall(r"^(.+)\n(=+|-+|~+)$", text, re.MULTILINE)
+    assert [title for title, _ in headings[:2]] == [
+        "API reference",
+        next(iter(page.TASKS)),
+    ]
+    assert all(len(title) == len(line) for title, line in headings)
+
+
 @pytest.mark.long("draws the rooms")
 def test_the_house_is_drawn_as_it_is_built():
     house = module("house")
