@@ -352,3 +352,14 @@ def test_a_kurtosis_that_is_not_known_stands_out_from_nothing(tiny_trace):
     assert math.isnan(decoded.kurtosis_exceeded(0, 0, "other_prompts"))
     table = planted.to_dataframe().query("way == 'unembedding' and direction == 1")
     assert table.kurtosis_exceeded_by_random.isna().all()
+
+
+def test_above_a_control_are_those_above_its_largest_draw(tiny_trace):
+    decoded = tlc.directions.decode(tiny_trace, 1, k=3, n_draws=4)
+    largest = float(decoded.control_kurtosis[0, 2].max())
+    kurtosis = decoded.kurtosis.clone()
+    # Above, as large as a draw, and not known.
+    kurtosis[2] = torch.tensor([largest + 0.1, largest, torch.nan])
+    planted = dataclasses.replace(decoded, kurtosis=kurtosis)
+    assert planted.above_control(2) == [0]
+    assert planted.above_control(2, "other_prompts") == []
