@@ -86,6 +86,25 @@ def test_a_log_gets_a_line_now_and_then_and_one_at_the_end(
     ]
 
 
+def test_too_little_says_nothing_of_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first of 100 steps ends after a minute, in which 20 steps' work was done."""
+    clock = Clock(monkeypatch)
+    bar = WholeBar(PlainConsole(stderr=True), "report", 1, 0.0)
+    with bar:
+        for step in bar.loop("a", range(100)):
+            if step == 0:
+                clock.now += 60
+            elif step >= 20:
+                clock.now += 3
+    assert capsys.readouterr().err.splitlines()[:3] == [
+        "report: 1 %, 0:01:00",
+        "report: 30 %, 0:01:30, about 0:03:30 left",
+        "report: 40 %, 0:02:00, about 0:03:00 left",
+    ]
+
+
 def test_what_is_done_soon_leaves_a_log_empty(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,9 @@ Item = TypeVar("Item")
 # Stages are as many steps of the bar as loops do in their time, on one core and with
 # SmolLM2-135M. The time left is that of the model which is measured.
 _SECONDS_PER_STEP = 0.02
+# Of the steps of all loops, before which the time left is not said: the first ones may
+# be of work without a loop, all of which is done when the first of them ends.
+_SHARE_TO_ESTIMATE = 0.02
 
 
 class Bars:
@@ -179,8 +182,10 @@ class WholeBar(Bars):
         self._loop_start = None
 
     def seconds_left(self) -> float | None:
-        """Return about how long all that is left takes; `None` until a step is done."""
-        if not self._n_done:
+        """Return about how long all that is left takes; `None` where too little is done
+        to say it.
+        """
+        if not self._n_steps or self._n_done < _SHARE_TO_ESTIMATE * self._n_steps:
             return None
         now = time.monotonic()
         in_loops = self._seconds_in_loops

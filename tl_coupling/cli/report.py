@@ -82,7 +82,8 @@ def report(
         if n_influences > _MANY_INFLUENCES:
             run.bars.console.print(
                 f"{run.name}: the influence of {trace.n_pos} tokens at "
-                f"{trace.n_layers} layers takes longest: up to {n_influences:,} Jacobians"
+                f"{trace.n_layers} layers takes longest: up to {n_influences:,} Jacobians",
+                soft_wrap=True,
             )
         return tlc.portrait(
             trace,
