@@ -49,7 +49,7 @@ _PRODUCT_STEPS = 5
 _DRAW_STEPS = 12
 # Of decoding, most of whose time goes into logits: at most, and the width from which on
 # they take less than that. A Jacobian takes d³, the logits d times the vocabulary.
-_DECODING_STEPS = 150
+_DECODING_STEPS = 250
 _DECODING_WIDTH = 576
 # Tokens at a layer, of which the lens and the shapes of paths take one step.
 _TOKENS_PER_STEP = 10
