@@ -5,40 +5,45 @@ from pathlib import Path
 
 import pytest
 
-BORDERS = "┏┡└┃│"
+from tl_coupling.cli import console
+from tl_coupling.cli.tables import printed
+from tl_coupling.results import ShortTable
+
+BORDERS = ("┏", "┃", "┡", "│", "└")
+
+
+def wrapped(text: str, columns: int) -> list[str]:
+    """Return the lines of a text as Python's own wrapping fills them."""
+    return [
+        line for given in text.splitlines() for line in textwrap.wrap(given, columns)
+    ]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_title_and_caption_of_depth_are_as_wide_as_the_terminal(
-    call, folder_model: Path, tmp_path: Path, monkeypatch, columns: int
+    call,
+    folder_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    columns: int,
 ) -> None:
+    tables: list[ShortTable] = []
+
+    def noted(table: ShortTable) -> object:
+        tables.append(table)
+        return printed(table)
+
+    monkeypatch.setattr(console, "printed", noted)
     monkeypatch.setenv("COLUMNS", str(columns))
-    shown = call(
-        "depth",
-        model=folder_model,
-        label="tiny",
-        prompt="w3 w14",
-        k=[2, 4, 8],
-        out=tmp_path,
-    ).out
-    above, _, below = shown.partition("┏")
-    *table, last = [
-        line for line in below.splitlines() if line.startswith(tuple(BORDERS))
-    ]
-    # The columns are narrow: words wrapped to them would take many lines.
-    assert len(last) < 40 < columns
-    title = "tiny: depth coupling 1 − m̃, mean over pairs of different layers"
-    assert printed_lines(above) == textwrap.wrap(title, columns)
-    caption = printed_lines(below.partition(f"{last}\n")[2].partition("wrote to")[0])
-    size, *interval, null = caption
-    assert size == "2 layers, 1 prompt"
-    assert null == "null: random subspaces"
-    # Filled as Python's own wrapping fills them.
-    assert interval == textwrap.wrap(" ".join(interval), columns)
-    assert interval[0].startswith("95 % of random subspaces: ")
-    assert [f"(k = {k})" in " ".join(interval) for k in (2, 4, 8)] == [True] * 3
-    assert len(table) == 5
-
-
-def printed_lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.splitlines()]
+    options = {"label": "tiny", "prompt": "w3 w14", "k": [2, 4, 8]}
+    shown = call("depth", model=folder_model, **options, out=tmp_path).out
+    (table,) = tables
+    lines = [line.rstrip() for line in shown.partition("wrote to")[0].splitlines()]
+    rows = [line for line in lines if line.startswith(BORDERS)]
+    # Words wrapped to the columns, which are narrow, would take many lines.
+    assert len(rows[0]) < 40 < columns
+    n_above = lines.index(rows[0])
+    assert lines[:n_above] == wrapped(table.title, columns)
+    # Of several lines, of which one is longer than the narrowest terminal.
+    assert max(map(len, table.caption.splitlines())) > 60
+    assert lines[n_above + len(rows) :] == wrapped(table.caption, columns)
