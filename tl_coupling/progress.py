@@ -73,7 +73,7 @@ class JoinedLoops:
         >>> work = {"depth": [6], "tokens": [16]}
         >>> with JoinedLoops(work, None, "both") as loops:
         ...     depth = tlc.depth_coupling(trace, 4, progress=loops.part("depth"))
-        ...     own = tlc.self_coupling(trace, k=4, progress=loops.part("tokens"))
+        ...     own = tlc.self_coupling(trace, 0, 1, k=4, progress=loops.part("tokens"))
     """
 
     def __init__(
