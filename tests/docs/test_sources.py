@@ -147,6 +147,28 @@ def test_notebooks_open_on_colab_and_install_there_only(path):
     assert not [source for source in others if "pip install" in source]
 
 
+GROUPS_OF_PLOTS = [
+    "layers",
+    "tokens-and-their-paths",
+    "heads-mlps-and-products-of-blocks",
+    "directions",
+    "training",
+    "many-models",
+]
+
+
+def test_every_plot_is_in_one_group_which_is_that_of_the_gallery():
+    names = module("names")
+    groups = names.plot_groups()
+    assert [names.page_of_group(heading) for heading in groups] == [
+        f"api/plots/{group}" for group in GROUPS_OF_PLOTS
+    ]
+    grouped = [name for listed in groups.values() for name in listed]
+    plots = [name.rpartition(".")[2] for name in public_names() if ".plot_" in name]
+    assert sorted(grouped) == sorted(plots)
+    assert names.page_of("tl_coupling.plots.plot_steering") == "api/plots/directions"
+
+
 def test_every_public_name_has_a_page():
     pages = module("names").documented()
     assert pages.keys() == public_names().keys()
@@ -154,7 +176,11 @@ def test_every_public_name_has_a_page():
     # Also where file systems do not tell capitals.
     assert len({page.lower() for page in of_their_own}) == len(of_their_own)
     rooms = {f"api/{room}/index" for room in ROOMS}
-    assert {page for page in pages.values() if page not in of_their_own} <= rooms
+    groups = {page for name, page in pages.items() if ".plots.plot_" in name}
+    assert groups <= {f"api/plots/{group}" for group in GROUPS_OF_PLOTS}
+    assert {page for page in pages.values() if page not in of_their_own} <= (
+        rooms | groups
+    )
     assert {page.rpartition("/")[0] + "/index" for page in of_their_own} <= rooms
 
 

@@ -201,6 +201,25 @@ class Decoded(Saved):
             return math.nan
         return float((drawn >= own).double().mean())
 
+    def above_control(self, way: int, control: Control = "random") -> list[int]:
+        """Return the directions whose kurtosis is above that of every draw of a control,
+        by index.
+
+        Of directions that are as the draws are, `k / (n_draws + 1)` are above on average.
+        One whose kurtosis is not known is not above, and none is above a control without
+        draws.
+
+        Example:
+            >>> decoded = tlc.directions.decode(trace, layer=0, k=6)
+            >>> decoded.above_control(decoded.ways.index("network"))
+            []
+        """
+        return [
+            i
+            for i in range(self.kurtosis.shape[1])
+            if self.kurtosis_exceeded(way, i, control) == 0
+        ]
+
     def table(self) -> ShortTable:
         """Return the directions, by what they do through the rest of the network."""
         way = self.ways.index("network")
