@@ -37,6 +37,33 @@ def residuals(columns: list[np.ndarray], y: np.ndarray) -> np.ndarray:
     return y - design @ (np.linalg.pinv(design) @ y)
 
 
+def without_zero(number: float, digits: int = 2) -> str:
+    """A signed number as the pages write those below 1."""
+    return f"{number:+.{digits}f}".replace("0.", ".")
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Pearson's r of ranks, and the share of shifts of y whose |r| is as large."""
+    ranks = stats.rankdata(x)
+    rs = [
+        np.corrcoef(ranks, np.roll(stats.rankdata(y), shift))[0, 1]
+        for shift in range(len(x))
+    ]
+    return rs[0], np.mean(np.abs(rs) > abs(rs[0]) - 1e-9)
+
+
+def section_of(page: str, heading: str) -> str:
+    """The text of a page from a heading on, to the next heading of its level."""
+    text = (ROOT / "docs" / page).read_text().replace("−", "-")
+    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def cells_of(text: str, row: str) -> list[str]:
+    """The cells of a table's row behind its name."""
+    [line] = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
+
+
 # 1 and 2.
 def test_the_shapes_of_paths() -> None:
     shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
@@ -249,3 +276,44 @@ def test_coupling_by_depth(smollm2) -> None:
     said = "first two thirds {:.3f}, between the last two {:.3f}, between the first and"
     assert said.format(*between[:2]) in TEXT
     assert f"and the last {between[2]:.3f}." in TEXT
+
+
+# The lens: each control applied to what is tested.
+def test_the_noise_of_few_prompts_has_the_correlation_of_the_lens() -> None:
+    folder = RESULTS / "lens_products"
+    later = pandas.read_csv(folder / "later" / "smollm2-135m.csv")
+    tables = [
+        pandas.read_csv(folder / "smollm2-135m.csv"),
+        pandas.read_csv(folder / "qwen2.5-coder-0.5b-instruct-q4_k_m.csv"),
+        later[later["tokens"] == "later"],
+        later[later["tokens"] == "same"],
+    ]
+    section = section_of("findings/amplification.md", "Does coupling explain the lens?")
+    words = " ".join(section.split())
+    rows = {
+        name: cells_of(section, name)
+        for name in (
+            "the blocks",
+            "blocks from different prompts",
+            "the former less the latter",
+        )
+    }
+    for column, table in enumerate(tables):
+        means = table.groupby(["measure", "control", "layer"])["value"].mean()
+        covariation = means["covariation"].unstack("control")
+        own, others = covariation["own"], covariation["other prompts"]
+        coupling = means["coupling", "own"].to_numpy()[: len(own)]
+        depth = np.arange(len(own))
+        for row, values in zip(rows.values(), (own, others, own - others), strict=True):
+            rho, p = rank_correlation(coupling, values.to_numpy())
+            left = [
+                residuals([depth], stats.rankdata(each)) for each in (coupling, values)
+            ]
+            given = np.corrcoef(*(stats.rankdata(each) for each in left))[0, 1]
+            said = f"{without_zero(rho)} ({without_zero(given)}), p {p:.2f}"
+            assert row[column] == said.replace("p 0.", "p .")
+            # What the page concludes.
+            assert values is own or values is others or p > 0.05
+        defect = means["defect"].unstack("control").loc[0]
+        excess = defect["own"] - defect["other prompts"]
+        assert f"{excess:.3f}".removeprefix("0") in words
