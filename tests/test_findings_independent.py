@@ -317,3 +317,53 @@ def test_the_noise_of_few_prompts_has_the_correlation_of_the_lens() -> None:
         defect = means["defect"].unstack("control").loc[0]
         excess = defect["own"] - defect["other prompts"]
         assert f"{excess:.3f}".removeprefix("0") in words
+
+
+# Costs of blocks: what each model has before anything is held fixed.
+def test_models_do_not_agree_on_how_cost_goes_with_coupling() -> None:
+    names = (
+        "smollm2-135m",
+        "gemma-3-270m-q4_k_m",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m",
+    )
+    section = section_of(
+        "findings/redundancy.md", "Coupling beside everything else: three models"
+    )
+    rho = {}
+    for name in names:
+        table = pandas.read_csv(RESULTS / "block_costs" / f"{name}.csv")
+        for change in ("dropped", "merged"):
+            rows = table[table["change"] == change].dropna(subset="cost")
+            means = rows.groupby("layer").mean(numeric_only=True)
+            for predictor in ("coupling", "influence"):
+                ranks = (
+                    stats.rankdata(means[column]) for column in ("cost", predictor)
+                )
+                rho[predictor, name, change] = np.corrcoef(*ranks)[0, 1]
+    for row, predictor in (("coupling", "coupling"), ("block influence", "influence")):
+        said = [
+            f"{without_zero(rho[predictor, name, 'dropped'])}, "
+            f"{without_zero(rho[predictor, name, 'merged'])}"
+            for name in names
+        ]
+        first_table = section.partition("**Nothing is shown")[0]
+        assert cells_of(first_table, row) == said
+    card = TEXT.partition("On other texts ρ with coupling is ")[2]
+    found = [without_zero(rho["coupling", name, "dropped"]) for name in names]
+    said = "{} in SmolLM2, {} in Gemma-3-270M and {} in Qwen2.5-Coder (dropped)"
+    assert card.startswith(said.format(*found))
+    found = [without_zero(rho["influence", name, "dropped"]) for name in names]
+    assert "with block influence {}, {} and {},".format(*found) in card
+
+
+def test_merging_failed_its_check_and_dropping_did_not() -> None:
+    printed = (RESULTS / "block_costs" / "report.txt").read_text()
+    dropped, merged = printed.split("\nmerged: ", 1)
+    p = [
+        float(part.partition("\nblock influence ")[2].split()[1])
+        for part in (dropped, merged)
+    ]
+    assert p[0] <= 0.025 < p[1]
+    assert f"For dropping it is found (p {p[0]:.3f})." in TEXT
+    assert f"For merging it is not (p {p[1]:.3f})" in TEXT
+    assert "would most likely have been seen" not in TEXT
