@@ -5,6 +5,7 @@ model. Where a page and a study had one error in common, this would not have it.
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,12 @@ def residuals(columns: list[np.ndarray], y: np.ndarray) -> np.ndarray:
     """What a least-squares fit with a constant leaves of y."""
     design = np.column_stack([np.ones(len(y)), *columns])
     return y - design @ (np.linalg.pinv(design) @ y)
+
+
+def shortly(values: pandas.Series, level: float = 0.95) -> str:
+    """A mean with its t interval, without the zeros before points."""
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(level)
+    return f"{values.mean():.3f} [{low:.3f}, {high:.3f}]".replace("0.", ".")
 
 
 def without_zero(number: float, digits: int = 2) -> str:
@@ -367,3 +374,85 @@ def test_merging_failed_its_check_and_dropping_did_not() -> None:
     assert f"For dropping it is found (p {p[0]:.3f})." in TEXT
     assert f"For merging it is not (p {p[1]:.3f})" in TEXT
     assert "would most likely have been seen" not in TEXT
+
+
+# The treatment: what speed does to the outcome, and what was left to lower.
+def of_seeds(part: str, outcome: str) -> pandas.DataFrame:
+    """An outcome of the treatment's models, a row for each seed, a column for an arm."""
+    table = pandas.read_csv(RESULTS / "treatment" / f"models-{part}.csv")
+    return table.pivot(index="seed", columns="arm", values=outcome)
+
+
+LOSS, STEP = "held-out loss in the band", "step in the band"
+
+
+def speeds(rates: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps behind loss alone and the difference in outcome, of slower and faster ones."""
+    steps, losses = (of_seeds("speed", outcome) for outcome in (STEP, LOSS))
+    return tuple(
+        np.concatenate(
+            [of[f"loss alone × {rate}"] - of["loss alone"] for rate in rates]
+        )
+        for of in (steps, losses)
+    )
+
+
+def test_the_treatment_less_what_speed_does() -> None:
+    page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
+    steps, losses = speeds(("0.8",))
+    said = f"shifts it by {shortly(pandas.Series(losses))} nats at +{steps.mean():.0f}"
+    assert said in " ".join(page.split())
+    slopes = []
+    for rates in (("0.8", "1.25"), ("0.8",)):
+        steps, losses = speeds(rates)
+        # One column, and no constant.
+        slopes.append(np.linalg.lstsq(steps[:, None], losses)[0][0])
+    assert [f"{1000 * slope:.2f}" for slope in slopes] == ["-0.34", "-0.50"]
+    steps, losses = of_seeds("little", STEP), of_seeds("little", LOSS)
+    assert len(steps) == 16
+    contrasts = {
+        "up - placebo": ("up", "placebo up"),
+        "up - twisted": ("up", "twisted up"),
+        "down - placebo": ("down", "placebo down"),
+    }
+    lowest = []
+    for name, (arm, other) in contrasts.items():
+        adjusted = [
+            losses[arm] - losses[other] - slope * (steps[arm] - steps[other])
+            for slope in slopes
+        ]
+        assert cells_of(page, name) == [shortly(values) for values in adjusted]
+        if arm == "up":
+            raw = losses[arm] - losses[other]
+            lowest += [
+                stats.ttest_1samp(values, 0).confidence_interval(0.975).low
+                for values in (raw, *adjusted)
+            ]
+    # "A benefit above .02 nats is excluded", with two looks at once as well.
+    assert min(lowest) > -0.02
+    behind = [
+        (steps["up"] - steps[f"{kind} up"]).mean() for kind in ("placebo", "twisted")
+    ]
+    said = "*Up* is {:.0f} steps behind its placebo and {:.0f} behind the twisted one"
+    assert said.format(*behind) in " ".join(page.split())
+
+
+def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
+    coupling = of_seeds("little", "coupling in the band")["loss alone"].mean()
+    # Subspaces of 8 in 48 dimensions.
+    rng = np.random.default_rng(0)
+    A = rng.standard_normal((40_000, 8, 8))
+    off = A - A * np.eye(8)
+    chance = 1 - (np.linalg.norm(off, axis=(1, 2)) / np.linalg.norm(A, axis=(1, 2)))
+    said = f"Loss alone has {coupling:.3f} in the band, where random subspaces have "
+    assert f"{said}{chance.mean():.3f}".replace("0.", ".") in TEXT
+    gap = of_seeds("speed", "gap at the end")
+    smaller = gap["loss alone"] - gap["loss alone × 0.8"]
+    little = of_seeds("little", "gap at the end").loc[smaller.index]
+    difference = smaller - (little["loss alone"] - little["up"])
+    assert shortly(difference) in TEXT
+    dose = of_seeds("dose", LOSS)
+    up = (dose["up"] - dose["placebo up"]).to_numpy()
+    means = [abs(np.mean(up * signs)) for signs in product((1, -1), repeat=len(up))]
+    p = np.mean(np.array(means) > abs(up.mean()) - 1e-12)
+    assert f"by changes of sign p is {p:.3f}".replace("0.", ".") in TEXT
