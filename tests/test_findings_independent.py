@@ -456,3 +456,51 @@ def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
     means = [abs(np.mean(up * signs)) for signs in product((1, -1), repeat=len(up))]
     p = np.mean(np.array(means) > abs(up.mean()) - 1e-12)
     assert f"by changes of sign p is {p:.3f}".replace("0.", ".") in TEXT
+
+
+# What coupling is made of: where whitening lies, and no more.
+def test_the_place_of_whitening_among_turned_metrics() -> None:
+    names = ("gemma-3-270m-q4_k_m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
+    names = (*names, "smollm2-135m", "all-MiniLM-L6-v2")
+    section = section_of("findings/depth.md", "What coupling is made of")
+    words = " ".join(section.split())
+    numbers = {1: "one text", 5: "five texts"}
+    n_cases = 0
+    for suffix, change, at_random in (
+        ("", "whitened", "whitened at random"),
+        (
+            "-tokens-alike",
+            "whitened, tokens alike",
+            "whitened, tokens alike, at random",
+        ),
+    ):
+        for name in names:
+            paths = [RESULTS / "composition" / f"{name}{s}.csv" for s in {"", suffix}]
+            table = pandas.concat([pandas.read_csv(p) for p in paths if p.exists()])
+            trained = table[table["model"] == "trained"]
+            turned = trained[trained["change"] == at_random]
+            if turned.empty:
+                continue
+            n_cases += 1
+            draws = turned.groupby("draw")["coupling"].mean()
+            assert len(draws) == 20
+            of_texts = trained["text"].isin(turned["text"])
+            is_whitened = trained["change"] == change
+            whitened = trained.loc[of_texts & is_whitened, "coupling"].mean()
+            place = int((draws < whitened).sum())
+            said = {0: "the lowest", 20: "above all"}.get(
+                place, f"above {place} of them"
+            )
+            middle, low, high = (
+                f"{value:.3f}"[1:] for value in (draws.mean(), draws.min(), draws.max())
+            )
+            n_texts = numbers[turned["text"].nunique()]
+            said = f"{whitened:.3f}"[1:] + f" on {n_texts}, {said} (turned: {middle}"
+            assert any(
+                f"{said}{between}{low} to {high})" in words
+                for between in (", from ", " (")
+            )
+    assert n_cases == 7
+    assert "p is .048 at least, one-sided, and seven cases" in words
+    assert f"{1 / 21:.3f}"[1:] == ".048"
+    assert "own directions that carry" not in words
