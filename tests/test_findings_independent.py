@@ -504,3 +504,19 @@ def test_the_place_of_whitening_among_turned_metrics() -> None:
     assert "p is .048 at least, one-sided, and seven cases" in words
     assert f"{1 / 21:.3f}"[1:] == ".048"
     assert "own directions that carry" not in words
+
+
+# Training: what was read here, and by the paper's first checkpoint.
+def test_the_small_models_of_training_end_before_the_paper_s_first_checkpoint() -> None:
+    surge = pandas.read_csv(RESULTS / "surge" / "measured.csv")
+    base = surge[surge["variant"] == "base"]
+    # 16 windows of 128 tokens a step; a batch of Pythia is 1,024 of 2,048.
+    here = base["checkpoint"].max() * 16 * 128
+    paper = 128 * 1024 * 2048
+    assert f"They read {here / 1e6:.1f} million tokens." in TEXT
+    assert f"first checkpoint comes after {paper / 1e6:.0f} million" in TEXT
+    coupling = base.groupby("checkpoint")["coupling"].mean()
+    loss = base.groupby("checkpoint")["loss"].mean()
+    peak = coupling.idxmax()
+    assert 0 < peak < coupling.index[-1]
+    assert loss.loc[peak:].is_monotonic_decreasing
