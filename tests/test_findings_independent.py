@@ -3,6 +3,7 @@ project's: numpy, scipy and pandas on the committed results, and transformers on
 model. Where a page and a study had one error in common, this would not have it.
 """
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product
@@ -520,3 +521,85 @@ def test_the_small_models_of_training_end_before_the_paper_s_first_checkpoint() 
     peak = coupling.idxmax()
     assert 0 < peak < coupling.index[-1]
     assert loss.loc[peak:].is_monotonic_decreasing
+
+
+# A linear step, which an untrained block cannot take either, and one that can be passed.
+def linear_steps() -> pandas.DataFrame:
+    """Means over blocks: a row for each model, text and step."""
+    table = pandas.read_csv(RESULTS / "linear_steps" / "measured.csv")
+    keys = ["to", "share", "model", "text"]
+    return table.groupby(keys).mean(numeric_only=True).reset_index()
+
+
+def test_a_linear_step_is_no_better_untrained() -> None:
+    means = linear_steps().query("to == 'linear step' and text == 0").set_index("model")
+    error, none, cosine = (means[name] for name in ("error", "error_of_none", "cosine"))
+    said = "relative error of {:.2f}, and no step at all with {:.2f}."
+    assert said.format(error["trained"], none["trained"]) in TEXT
+    said = "the untrained twin has {:.3f} and {:.3f}."
+    assert said.format(error["untrained"], none["untrained"]) in TEXT
+    said = f"is {cosine['trained']:.2f}, and {cosine['untrained']:.2f} untrained"
+    assert said.replace("0.", ".") in TEXT
+    assert (error > none).all()
+
+
+def test_differences_that_jacobians_predict() -> None:
+    means = linear_steps().query("to != 'linear step' and text > 0")
+    page = (ROOT / "docs/findings/trajectories.md").read_text()
+    for to in ("another token", "another text"):
+        for model, suffix in (("trained", ""), ("untrained", ", untrained")):
+            rows = means[(means["to"] == to) & (means["model"] == model)]
+            cells = []
+            for share in (0.01, 0.1, 0.3, 1.0):
+                of_share = rows[rows["share"] == share]
+                assert len(of_share) == 20
+                cells.append(with_interval(of_share["error"], 3))
+            cells.append(with_interval(of_share["cosine"], 3))
+            expected = [re.sub(r"\b0\.", ".", cell) for cell in cells]
+            assert cells_of(page, to + suffix) == expected
+
+
+@pytest.mark.long("goes through 30 blocks of a model of 135 million parameters")
+def test_differences_of_the_prompt_by_transformers_blocks(smollm2) -> None:
+    """J by a derivative along the step, through transformers' own blocks."""
+    model, ids = smollm2
+    n = ids.shape[1]
+    positions = torch.arange(n)[None]
+    x = model.get_input_embeddings()(ids)
+    rotary = model.model.rotary_emb(x, positions)
+    mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+    errors: dict[str, list[float]] = {"linear step": [], "another token": []}
+    for layer in model.model.layers:
+
+        def added(row: torch.Tensor, x: torch.Tensor = x, layer=layer) -> torch.Tensor:
+            whole = torch.cat([x[:, :-1], row[None, None]], 1)
+            output = layer(
+                whole,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=rotary,
+            )
+            output = output[0] if isinstance(output, tuple) else output
+            return output[0, -1] - row
+
+        last, middle = x[0, -1].detach(), x[0, n // 2].detach()
+        now = added(last).detach()
+        for to, step in (("linear step", last), ("another token", middle - last)):
+            _, image = torch.autograd.functional.jvp(added, last, step)
+            if to == "linear step":
+                error = (now - image).norm() / (last + now).norm()
+            else:
+                difference = added(middle).detach() - now
+                error = (difference - image).norm() / difference.norm()
+            errors[to].append(float(error))
+        output = layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=rotary,
+        )
+        x = output[0] if isinstance(output, tuple) else output
+    means = linear_steps().query("model == 'trained' and text == 0 and share == 1")
+    committed = means.set_index("to")["error"]
+    for to, of_layers in errors.items():
+        assert np.nanmean(of_layers) == pytest.approx(committed[to], abs=2e-3)
