@@ -603,3 +603,117 @@ def test_differences_of_the_prompt_by_transformers_blocks(smollm2) -> None:
     committed = means.set_index("to")["error"]
     for to, of_layers in errors.items():
         assert np.nanmean(of_layers) == pytest.approx(committed[to], abs=2e-3)
+
+
+# Several looks at rotations; what annealing leaves; width by its logarithm.
+def test_holm_s_correction_of_the_twelve_rotations() -> None:
+    p_values, counts = {}, {}
+    for side in ("write", "read", "both"):
+        table = pandas.read_csv(RESULTS / "rotation" / f"{side}.csv")
+        wide = table.pivot(
+            index=["angle", "text"], columns="kind", values="loss_change"
+        ).unstack("text")
+        for angle, row in wide.iterrows():
+            difference = row["together"] - row["apart"]
+            p_values[side, angle] = stats.ttest_1samp(difference, 0).pvalue
+            means = row.unstack("kind").mean()
+            counts[side, angle] = means[["together", "apart"]].max() < 6.17
+    assert len(p_values) == 12
+    corrected, highest = {}, 0.0
+    for rank, (place, p) in enumerate(sorted(p_values.items(), key=lambda x: x[1])):
+        highest = max(highest, (12 - rank) * p)
+        corrected[place] = min(highest, 1)
+    said = "at 10° and 20° (p {:.2f} and {:.2f} by Holm's correction".replace(
+        "p 0.", "p ."
+    )
+    said = said.format(corrected["write", 10], corrected["write", 20])
+    assert said.replace("0.", ".") in TEXT
+    # What stays shown, and what counts.
+    lost = {place for place, p in corrected.items() if p > 0.05}
+    assert lost == {("write", 10), ("write", 20), ("both", 90)}
+    assert [
+        angle for side, angle in counts if side == "both" and counts[side, angle]
+    ] == [10]
+    sentences = (ROOT / "demos/studies/rotation.md").read_text()
+    for sentence in re.findall(
+        r'"([A-Z][^"]{30,}?)[.,]?"',
+        section_of("findings/directions.md", "Rotating blocks"),
+    ):
+        assert " ".join(sentence.split()) in sentences
+
+
+def test_annealed_models_differ_threefold_with_this_interval() -> None:
+    folder = RESULTS / "capacity"
+    measured = pandas.read_csv(folder / "measured.csv")
+    measured = measured[
+        (measured["mark"] == "bigram") & (measured["measure"] == "coupling")
+    ]
+    full = measured[measured["size"] == "K = 8"].set_index("seed")["above_chance"]
+    loss = measured["loss_held_out"].mean()
+    ends = pandas.read_csv(folder / "annealed.csv")
+    ends = ends[(ends["measure"] == "coupling") & (ends["size"] == "K = 8")]
+    logarithms: dict[str, list[np.ndarray]] = {"annealed": [], "full": []}
+    for rate in (0.001, 0.008):
+        of_rate = ends[ends["learning_rate"] == rate]
+        values = []
+        for _, of_seed in of_rate.groupby("seed"):
+            in_order = of_seed.sort_values("loss_held_out")
+            assert (
+                in_order["loss_held_out"].iloc[0]
+                < loss
+                < in_order["loss_held_out"].iloc[-1]
+            )
+            values.append(
+                np.interp(loss, in_order["loss_held_out"], in_order["above_chance"])
+            )
+        assert len(values) == 3
+        logarithms["annealed"].append(np.log(values))
+        logarithms["full"].append(np.log(full[of_rate["seed"].unique()]))
+    for name, words in (("annealed", "differ {}"), ("full", "rate differ {}")):
+        slow, fast = logarithms[name]
+        fold = np.exp(slow.mean() - fast.mean())
+        test = stats.ttest_ind(slow, fast, equal_var=False)
+        low, high = np.exp(test.confidence_interval(0.95))
+        assert words.format(f"{fold:.1f}-fold [{low:.1f}, {high:.1f}]") in TEXT
+
+
+def test_the_logarithm_of_width_explains_more_of_the_scores() -> None:
+    table = pandas.read_csv(ROOT / "tl_coupling" / "data" / "paper_table1.csv")
+    is_of_code = table["family"].isin(["CodeLlama", "CodeGemma"])
+    models = table[(table["variant"] == "base") & ~is_of_code].dropna(subset=["score"])
+    linear, logarithmic = (
+        np.corrcoef(width, models["score"])[0, 1] ** 2
+        for width in (models["d_model"], np.log(models["d_model"]))
+    )
+    assert f"width {linear:.3f} (its logarithm {logarithmic:.3f})" in TEXT
+    assert f"width {linear:.3f} (its logarithm {logarithmic:.3f})" in PAPER
+    said = f"{linear:.3f} (the logarithm of width {logarithmic:.3f})"
+    assert said.replace("0.", ".") in TEXT
+
+
+def test_the_share_of_coupling_that_goes_with_the_identity() -> None:
+    names = {
+        "smollm2-135m": "{:.0f} % in SmolLM2",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m": "{:.0f} % in Qwen2.5-Coder",
+        "gemma-3-270m-q4_k_m": "nothing in Gemma",
+    }
+    for page in ("README.md", "docs/index.md"):
+        words = " ".join((ROOT / page).read_text().split())
+        for name, said in names.items():
+            table = pandas.read_csv(RESULTS / "composition" / f"{name}.csv")
+            table = table[table["model"] == "trained"]
+            wide = table.pivot_table(index="text", columns="change", values="coupling")
+            share = 1 - wide["without identity"] / wide["raw"]
+            assert said.format(100 * share.mean()) in words
+            if "nothing" in said:
+                low, high = stats.ttest_1samp(share, 0).confidence_interval(0.95)
+                assert low < 0 < high
+
+
+def test_above_chance_is_defined_once_and_linked() -> None:
+    nulls = (ROOT / "docs/concepts/nulls.md").read_text()
+    assert nulls.count("\n## Above chance\n") == 1
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        if page.name not in ("nulls.md", "gallery.md", "heads-and-mlps.md"):
+            assert ("above chance" in text) <= ("nulls.md#above-chance" in text), page
