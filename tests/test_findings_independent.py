@@ -717,3 +717,11 @@ def test_above_chance_is_defined_once_and_linked() -> None:
         text = page.read_text()
         if page.name not in ("nulls.md", "gallery.md", "heads-and-mlps.md"):
             assert ("above chance" in text) <= ("nulls.md#above-chance" in text), page
+
+
+def test_what_blocks_write_of_what_they_read() -> None:
+    table = pandas.read_csv(RESULTS / "composition" / "smollm2-135m.csv")
+    rows = table[table["change"] == "u·v of the top ten pairs"]
+    means = rows.groupby("model")["coupling"].mean()
+    said = f"= {means['trained']:.2f} (untrained {means['untrained']:.2f})"
+    assert said.replace("0.", ".").replace("-.00", ".00") in TEXT
