@@ -54,7 +54,7 @@ class Slope(NamedTuple):
 
 
 def slopes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Coupling above chance per doubling of width and of the learning rate, for every
+    """Share above chance per doubling of width and of the learning rate, for every
     look.
 
     Rows: `of` width or rate; `at` one level of the other factor, or `all`, where the
@@ -127,14 +127,14 @@ def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
     print(spread_out(first, KIND, marks[1:], "{step:.0f}".format_map))
     for size, of_size in rows.groupby("size", sort=False):
         print(
-            f"\nCoupling above chance, (c − null) / (1 − null), {size}: means over "
+            f"\nShare above chance, (c − null) / (1 − null), {size}: means over "
             "seeds [their range]"
         )
         cell = "{above_chance:.3f} [{low:.3f}, {high:.3f}]".format_map
         print(spread_out(of_size, KIND, marks, cell))
     m = len(tables["slopes"])
     print(
-        "\nSlopes of coupling above chance per doubling, least squares over models: 95 "
+        "\nSlopes of the share above chance per doubling, least squares over models: 95 "
         "% t intervals\nwith HC2 and Bell and McCaffrey's df, and those that hold all "
         f"{m} at once (Bonferroni); at all: the other factor held fixed"
     )
@@ -142,7 +142,7 @@ def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
 
 
 def draw(measured: pandas.DataFrame) -> Figure:
-    """Coupling above chance against the learning rate: a row for each size, a column
+    """Share above chance against the learning rate: a row for each size, a column
     for each mark that some model reached, a line for each width, a point for each
     model.
     """
@@ -174,7 +174,7 @@ def draw(measured: pandas.DataFrame) -> Figure:
             ax.axhline(0, label=f"_{RANDOM_SUBSPACES}", **labels.NULL_LINE)
             ax.set(xscale="log")
             ax.tick_params(labelsize="small")
-        row[0].set_ylabel(f"coupling above chance\n{size}", fontsize="small")
+        row[0].set_ylabel(f"share above chance\n{size}", fontsize="small")
     for ax, mark in zip(grid[0], marks, strict=True):
         loss = table.loc[table["mark"] == mark, "loss_held_out"].mean()
         ax.set_title(f"{mark}\n{loss:.2f} nats", fontsize="small")

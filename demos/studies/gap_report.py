@@ -65,8 +65,8 @@ ADJUSTMENTS = {
 
 
 def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Return one row per model and mark, of the first size, with the gap, coupling
-    above chance, and the step in octaves; `table` is of `matched_losses.table_of`.
+    """Return one row per model and mark, of the first size, with the gap, coupling's
+    share above chance, and the step in octaves; `table` is of `matched_losses.table_of`.
     """
     is_first = table["size"] == table["size"].iloc[0]
     is_coupling = table["measure"] == "coupling"
@@ -202,7 +202,7 @@ def report_of(table: pandas.DataFrame, n_draws: int) -> str:
     per_amount = n_subsets // table["n_tokens"].nunique()
     return "\n\n".join(
         [
-            "Gap between held-out and training loss in nats, coupling above chance, "
+            "Gap between held-out and training loss in nats, share above chance, "
             f"{table['size'].iloc[0]}, and step: means over subsets",
             spread_out(means[means["mark"].isin(marks)], CELL, marks, cell),
             power_of(table[is_first], per_amount, n_draws),
@@ -229,7 +229,7 @@ def draw(table: pandas.DataFrame) -> Figure:
     for axes, mark in zip(rows, marks, strict=True):
         reached = reached_of(table, mark)
         draw_against_share(axes[0], reached, "gap", "gap, nats")
-        draw_against_share(axes[1], reached, "coupling", "coupling above chance")
+        draw_against_share(axes[1], reached, "coupling", "coupling: share above chance")
         draw_within(axes[2], reached)
         axes[1].set_title(f"{mark} nats", fontsize="small")
         for ax in axes:
