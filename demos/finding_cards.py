@@ -14,6 +14,7 @@ import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import composition as composition_study
 import ladder
 import tl_coupling as tlc
 from tl_coupling.pictures import color_scale, labels
@@ -63,6 +64,42 @@ def depth() -> Figure:
         aspect=40,
         ticks=[0, 0.25, 0.5],
     )
+    return figure
+
+
+def composition() -> Figure:
+    """Coupling above chance of four models, with and without multiples of the identity."""
+    tables = composition_study.read_tables(RESULTS / "composition")
+    styles = (
+        ("trained", "raw", labels.BLUE, "o", 0.2),
+        ("trained", "without identity", labels.ORANGE, "^", 0.0),
+        ("untrained", "raw", labels.UNTRAINED, "s", -0.2),
+    )
+    descriptions = ("as it is", "without the identity", "untrained")
+    names = list(composition_study.MODELS)[::-1]
+    figure, ax = card()
+    for (model, change, color, marker, shift), label in zip(
+        styles, descriptions, strict=True
+    ):
+        for place, name in enumerate(names):
+            table = tables[name]
+            of_model = table[table["model"] == model]
+            mean, half = composition_study.mean_and_error(of_model, change)
+            ax.errorbar(
+                mean,
+                shift - place,
+                xerr=half,
+                fmt=marker,
+                color=color,
+                markersize=5,
+                label=label if place == 0 else None,
+            )
+    ax.axvline(0, **NULL_LINE)
+    ax.set_yticks([-place for place in range(len(names))])
+    ax.set_yticklabels([composition_study.MODELS[name] for name in names])
+    ax.set_ylim(0.5 - len(names), 0.5)
+    ax.set_xlabel(f"coupling above chance, k = {K}", loc="right")
+    figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 0.8, "handletextpad": 0.2})
     return figure
 
 
@@ -316,6 +353,7 @@ def treatment() -> Figure:
 
 CARDS: dict[str, Callable[[], Figure]] = {
     "depth": depth,
+    "composition": composition,
     "trajectories": trajectories,
     "training": training,
     "generalization": generalization,

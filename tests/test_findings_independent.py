@@ -463,7 +463,10 @@ def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
 def test_the_place_of_whitening_among_turned_metrics() -> None:
     names = ("gemma-3-270m-q4_k_m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
     names = (*names, "smollm2-135m", "all-MiniLM-L6-v2")
-    section = section_of("findings/depth.md", "What coupling is made of")
+    section = section_of(
+        "findings/composition.md",
+        "Multiples of the identity, large dimensions, and the metric",
+    )
     words = " ".join(section.split())
     numbers = {1: "one text", 5: "five texts"}
     n_cases = 0

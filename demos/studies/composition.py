@@ -315,7 +315,7 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
         ):
             of_model = table[table["model"] == name]
             means, errors = zip(
-                *(_mean_and_error(of_model, change) for change in DRAWN), strict=True
+                *(mean_and_error(of_model, change) for change in DRAWN), strict=True
             )
             look = {"color": color, "markersize": 4, "label": name}
             ax.errorbar(means, places, xerr=errors, fmt="o", **look)
@@ -346,7 +346,7 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     return figure
 
 
-def _mean_and_error(table: pandas.DataFrame, change: str) -> tuple[float, float]:
+def mean_and_error(table: pandas.DataFrame, change: str) -> tuple[float, float]:
     """Return the mean over texts, and half of its t interval."""
     values = table.loc[table["change"] == change, "coupling"]
     half = stats.t.ppf(0.975, len(values) - 1) * values.sem()

@@ -131,8 +131,8 @@ def test_tables_say_where_whitening_lies_among_turned_metrics():
 def test_the_page_has_the_committed_numbers():
     """Recomputed from the tables by pandas and scipy alone."""
     folder = Path(composition.__file__).parent / "results" / "composition"
-    page = (Path(__file__).parents[2] / "docs/findings/depth.md").read_text()
-    section = page.partition("## What coupling is made of")[2]
+    page = (Path(__file__).parents[2] / "docs/findings/composition.md").read_text()
+    section = page.partition("\n---\n")[2]
     rows = {
         "as they are": "raw",
         "without multiples of the identity": "without identity",

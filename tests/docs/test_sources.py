@@ -98,7 +98,7 @@ FINDINGS = finding_cards(DOCS / "findings.md")
 def test_every_finding_has_a_card_and_a_page() -> None:
     pages = [path.stem for path in (DOCS / "findings").glob("*.md")]
     assert sorted(card.page for card in FINDINGS) == sorted(pages)
-    assert len(FINDINGS) == 9
+    assert len(FINDINGS) == 10
     for card in FINDINGS:
         assert card.picture == f"pictures/card-{card.page}.png"
         assert card.verdict in ("holds", "fails here", "open")
@@ -114,9 +114,59 @@ def test_a_card_says_what_its_page_says(card: Card) -> None:
     assert not [number for number in numbers if number not in page]
 
 
+@pytest.mark.parametrize("card", FINDINGS, ids=lambda card: card.page)
+def test_a_finding_begins_with_one_screen(card: Card) -> None:
+    """The claim, the card's verdict and picture, a number with what it lies between, and
+    limits in one to three sentences; each number of them is in what follows.
+    """
+    text = (DOCS / "findings" / f"{card.page}.md").read_text()
+    screen, _, rest = text.partition("\n---\n")
+    _, claim, picture, number, limits = screen.strip().split("\n\n")
+    sentence, badge = claim.removeprefix("**Claim.** ").splitlines()
+    assert claim.startswith("**Claim.** ")
+    assert sentence.count(".") == 1
+    assert sentence.endswith(".")
+    assert re.fullmatch(
+        rf"\{{bdg-\w+\}}`{card.verdict}` "
+        r"\(\[what verdicts mean\]\(\.\./findings\.md#what-the-verdicts-mean\)\)",
+        badge,
+    )
+    assert re.fullmatch(
+        rf"!\[.+\]\(\.\./pictures/card-{card.page}\.png\)\{{width=420px\}}", picture
+    )
+    assert number.startswith("**Number.** ")
+    assert len(re.findall(r"\*\*[^*]*\d[^*]*\*\*", number)) == 1
+    assert re.search(r"\[\S+, \S+\]|\S+ to \S+\d", number)
+    assert limits.startswith("**Limits.** ")
+    sentences = limits.removeprefix("**Limits.** ").replace("\n", " ").split(". ")
+    assert 1 <= len(sentences) <= 3
+    words = re.sub(r"\]\(.+?\)", "]", f"{claim} {number} {limits}").split()
+    assert len(words) <= 180
+    # The tests of studies hold what follows to results.
+    numbers = re.findall(r"(?<![\w.])\d*\.\d+", f"{number} {limits}")
+    assert not [value for value in numbers if value not in rest]
+
+
+def test_each_verdict_is_defined_once_and_on_the_page_of_findings() -> None:
+    text = (DOCS / "findings.md").read_text()
+    section = text.partition("## What the verdicts mean\n")[2].partition("\n## ")[0]
+    defined = re.findall(r"^- \{bdg-\w+\}`(.+?)`: ", section, re.M)
+    assert sorted(defined) == ["fails here", "holds", "open"]
+    assert {card.verdict for card in FINDINGS} == set(defined)
+    # Pages of studies whose sentences were written before stand there, and no others.
+    rules = (ROOT / "demos" / "studies").glob("*.md")
+    for path in rules:
+        (page,) = [
+            page.stem
+            for page in (DOCS / "findings").glob("*.md")
+            if f"`demos/studies/{path.name}`" in page.read_text()
+        ]
+        assert f"](findings/{page}.md" in section
+
+
 def test_the_start_page_and_readme_give_the_same_verdicts() -> None:
     start = DOCS / "index.md"
-    assert finding_cards(start) == FINDINGS[:1]
+    assert finding_cards(start) == FINDINGS[:2]
     listed_verdicts = re.findall(
         r"^- \{bdg-\w+\}`(.+?)` (.+)$", start.read_text(), re.M
     )
