@@ -253,6 +253,8 @@ def test_a_verdict_says_no_more_than_the_findings() -> None:
         assert {said[figure] for figure in figures} == {"open"}
     badge = re.search(r"Does coupling rise.+?bdg-\w+}`([\w ]+)`", findings(), re.DOTALL)
     assert badge[1] == said["1b in small models"] == said["§5.3 accuracy"]
+    badge = re.search(r"Does coupling tell.+?bdg-\w+}`([\w ]+)`", findings(), re.DOTALL)
+    assert badge[1] == said["T2"]
     decides_nothing = {
         "A.3 rank": "nothing follows from it",
         "34": "more so when untrained",
