@@ -310,6 +310,26 @@ def test_every_text_is_counted_for_each_model() -> None:
         assert counts == [40, 40]
 
 
+def test_the_card_of_composition_shows_the_committed_means() -> None:
+    """With and without multiples of the identity, and untrained, from the top down."""
+    folder = pictures.RESULTS / "composition"
+    paths = sorted(path for path in folder.glob("*.csv") if "alike" not in path.stem)
+    (ax,) = finding_cards.composition().axes
+    points = [float(container.lines[0].get_xdata()[0]) for container in ax.containers]
+    expected = []
+    for model, change in (
+        ("trained", "raw"),
+        ("trained", "without identity"),
+        ("untrained", "raw"),
+    ):
+        for path in reversed(paths):
+            rows = pandas.read_csv(path).query("model == @model and change == @change")
+            expected.append(rows["coupling"].mean())
+    assert points == pytest.approx(expected)
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    assert names == ["SmolLM2-135M", "Qwen2.5-Coder", "Gemma-3-270M", "MiniLM"]
+
+
 def test_the_card_of_depth_clips_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a twin's noise is dark beside the strongest pair."""
     n_layers = 30
