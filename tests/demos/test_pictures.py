@@ -323,8 +323,9 @@ def test_the_card_of_composition_shows_the_committed_means() -> None:
         ("untrained", "raw"),
     ):
         for path in reversed(paths):
-            rows = pandas.read_csv(path).query("model == @model and change == @change")
-            expected.append(rows["coupling"].mean())
+            table = pandas.read_csv(path)
+            is_shown = (table["model"] == model) & (table["change"] == change)
+            expected.append(table.loc[is_shown, "coupling"].mean())
     assert points == pytest.approx(expected)
     names = [label.get_text() for label in ax.get_yticklabels()]
     assert names == ["SmolLM2-135M", "Qwen2.5-Coder", "Gemma-3-270M", "MiniLM"]
