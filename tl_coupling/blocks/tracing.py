@@ -5,7 +5,6 @@ how every block was called.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -127,9 +126,8 @@ def trace(
             f"`tokenizer` is for HuggingFace models, {type(model).__name__} has its own: "
             "leave it out"
         )
-    # A prompt names its image; its text is what a tokenizer gets.
     if isinstance(prompt, Prompt):
-        prompt = Path(prompt.image) if prompt.image else prompt.prompt
+        prompt = prompt.content
     traced_input = model_input(model, prompt, prepend_bos)
     dtype = _precision(dtype, next(model.parameters()).dtype)
     # Looked for before the pass, so that a model without one is refused at once.
