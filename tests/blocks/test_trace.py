@@ -132,7 +132,10 @@ def test_the_model_still_predicts_after_a_trace(model: nn.Module) -> None:
         ([0] * 33, "33 tokens, this model's context holds 32"),
         ([5, 100], r"must lie in \[0, 99\], got 5 … 100"),
         ([-1, 5], r"must lie in \[0, 99\]"),
-        (torch.zeros(2, 3, dtype=torch.long), "one prompt"),
+        (
+            torch.zeros(2, 3, dtype=torch.long),
+            r"one prompt; got shape \[2, 3\]: give each prompt by itself, unpadded",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_traced(

@@ -36,6 +36,7 @@ from tl_coupling.models import (
     missing_head,
     model_input,
     own_model_of,
+    refuse_without_weights,
 )
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import INPUT_DIGEST, digest_of
@@ -209,6 +210,7 @@ def trace_modules(
         raise ValueError("`blocks` is empty: wanted at least one module")
     # They are looked through, and their weights described, as one model.
     model = nn.ModuleList(blocks)
+    refuse_without_weights(model, "`blocks`")
     try:
         check_computes_the_same(model)
     except ValueError as error:

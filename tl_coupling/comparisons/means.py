@@ -26,6 +26,7 @@ from tl_coupling.results import (
     check_one_model,
     joined_provenance,
     prompt_name,
+    prompts_in_words,
 )
 from tl_coupling.statistics import Interval, t_interval
 
@@ -166,7 +167,7 @@ class MeanCouplingMap(CouplingMap):
                     token=facts[-1][_POSITIONS],
                     numbers=result.matrices,
                 )
-            prompts.append(result.provenance.get("prompt"))
+            prompts.append(_named_prompt(result.provenance))
             averaged = _averaged(result)
             moments.add(averaged)
             means_of_maps.append(averaged["mean_over_pairs"])
@@ -298,6 +299,12 @@ class MeanCouplingMap(CouplingMap):
         spread = self.spread_of_mean(k, measure, off_diagonal=off_diagonal)
         mean = self.mean(k, measure, off_diagonal=off_diagonal)
         return t_interval(mean, spread / math.sqrt(n), float(n - 1))
+
+    def _pairs_in_words(self, off_diagonal: bool) -> str:
+        """Return which pairs a mean is over, and which prompts, where that is known."""
+        pairs = super()._pairs_in_words(off_diagonal)
+        prompts = prompts_in_words(self.provenance)
+        return f"{pairs} and prompts, {prompts}" if prompts else pairs
 
     def _size_in_words(self) -> str:
         """Return how many layers and prompts, and what `table` shows of the spread."""
@@ -438,6 +445,12 @@ def _name_of_a_mean(measure: AnyMeasure, options: Options) -> MeasureName:
         "a mean over prompts holds p=2 and absolute=False, and p=1 or p=2 with "
         f"absolute=True, got {options}: measure map by map"
     )
+
+
+def _named_prompt(provenance: Mapping[str, Any]) -> str | None:
+    """Return what a prompt is called; None of modules, whose input is not known."""
+    is_known = any(provenance.get(fact) for fact in ("prompt", "image", "tokens"))
+    return prompt_name(provenance) if is_known else None
 
 
 def _check_is_of_one_prompt(result: object) -> None:

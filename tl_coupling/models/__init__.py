@@ -49,6 +49,7 @@ from tl_coupling.models.own_model import (
     in_eval_mode,
     input_device,
     refuse_offloaded,
+    refuse_without_weights,
 )
 from tl_coupling.models.stored import holds_stored_weights
 from tl_coupling.models.tokenization import tokenize
