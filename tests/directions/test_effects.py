@@ -81,6 +81,13 @@ def test_numbers_alone_are_one_prompt(measured, function, ids):
     assert result.prompts == ("0",)
 
 
+def test_prompts_that_can_be_walked_through_once_are_all_there(measured):
+    of_texts, _ = measured["rotate"](TEXTS)
+    for prompts in (TEXTS, IDS):
+        once, _ = measured["rotate"](iter(prompts))
+        assert torch.equal(once, of_texts)
+
+
 def test_rows_of_a_tensor_are_prompts(measured):
     rows = torch.tensor([IDS[0][:4], IDS[1]])
     _, result = measured["rotate"](rows)

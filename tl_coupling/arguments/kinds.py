@@ -217,6 +217,10 @@ class _Union(Kind):
 
     def convert(self, argument: Argument) -> object:
         """Return the value as the first member does that accepts it."""
+        # What can be walked through once is there for the second kind of list too.
+        n_lists = sum(isinstance(member, _List) for member in self.members)
+        if n_lists > 1 and isinstance(argument.value, Iterator):
+            argument = argument._replace(value=tuple(argument.value))
         excluded: list[ValueError] = []
         hints: list[str] = []
         for member in self.members:
