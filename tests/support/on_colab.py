@@ -41,12 +41,6 @@ notebook = nbformat.read(sys.argv[1], as_version=4)
 NotebookClient(notebook, kernel_name="python3").execute()
 nbformat.write(notebook, sys.argv[2])
 """
-_IMPORT_OF_COLAB = """
-import sys
-from types import ModuleType
-
-sys.modules["google.colab"] = ModuleType("google.colab")
-"""
 _PLACE_OF_THE_PACKAGE = "import tl_coupling\nprint('package:', tl_coupling.__file__)"
 
 
@@ -77,6 +71,9 @@ class Colab:
         # A path in a file `.pth` is searched, and files `.pth` that lie there are not
         # read: an editable install of the package has no effect here.
         (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+        # Colab's kernel has imported its own package; libraries look for it.
+        (packages / "google" / "colab").mkdir(parents=True)
+        (packages / "google" / "colab" / "__init__.py").touch()
         install = ["-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed"]
         self._run([*install, str(wheel)], folder)
         self._put_wget()
@@ -90,7 +87,7 @@ class Colab:
             hub: the folder that stands for the model hub.
         """
         content = nbformat.read(notebook, as_version=4)
-        before = nbformat.v4.new_code_cell(_IMPORT_OF_COLAB)
+        before = nbformat.v4.new_code_cell("import google.colab")
         after = nbformat.v4.new_code_cell(_PLACE_OF_THE_PACKAGE)
         content.cells = [before, *content.cells, after]
         given = self._folder / f"{notebook.stem}-given.ipynb"
