@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 import tiny
 import tl_coupling as tlc
@@ -117,6 +118,31 @@ def test_heads_of_huggingface_modules_are_those_of_a_bridge(
     J = expected.matrices.sum(0)
     for label in parts.labels:
         assert relative_error(parts[label], expected[label], J) < 5e-6, label
+
+
+def test_experts_are_the_same_by_the_product_that_stands_in_for_torchs(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.9 torch has none for groups, and transformers takes its own."""
+    model = tiny.bridge(tiny.huggingface_model("mixtral"), tokenizer_folder)
+    expected = tlc.block_parts(tlc.trace(model, tiny.TOKENS), LAYER)
+    frozen = tlc.dynamics.frozen_jacobian(tlc.trace(model, tiny.TOKENS), LAYER)
+    calls = []
+
+    def has_none(*arguments: Tensor) -> bool:
+        calls.append(arguments)
+        return False
+
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", has_none)
+    trace = tlc.trace(model, tiny.TOKENS)
+    parts = tlc.block_parts(trace, LAYER)
+    assert calls
+    assert parts.labels == expected.labels
+    J = expected.matrices.sum(0)
+    for label in parts.labels:
+        assert relative_error(parts[label], expected[label], J) < 5e-6, label
+    again = tlc.dynamics.frozen_jacobian(trace, LAYER)
+    assert relative_error(again, frozen, frozen) < 5e-6
 
 
 def test_last_term_is_the_product_of_the_others(tiny_trace: tlc.Trace) -> None:
