@@ -88,6 +88,29 @@ def test_a_name_that_is_not_there(name: str) -> None:
         getattr(tlc, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("plot_locality", "it is tl_coupling.plots.plot_locality"),
+        ("steer", "it is tl_coupling.directions.steer"),
+        ("depth_couplng", "similar names are tl_coupling.depth_coupling"),
+        ("plot_localty", "similar names are tl_coupling.plots.plot_locality"),
+    ],
+)
+def test_a_name_of_a_room_or_like_one_is_pointed_to(name: str, hint: str) -> None:
+    with pytest.raises(
+        AttributeError, match=f"^module 'tl_coupling' has no attribute '{name}': {hint}"
+    ) as caught:
+        getattr(tlc, name)
+    assert (caught.value.name, caught.value.obj) == (name, tlc)
+
+
+def test_marks_that_others_look_for_load_no_room() -> None:
+    assert "torch" not in loaded_by(
+        "import tl_coupling; hasattr(tl_coupling, '_repr_html_')"
+    )
+
+
 def test_nothing_is_loaded_before_it_is_used() -> None:
     heavy = {"torch", "matplotlib", "transformer_lens", "xarray"}
     assert not heavy & loaded_by("import tl_coupling; dir(tl_coupling)")

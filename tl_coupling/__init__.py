@@ -22,6 +22,8 @@ these names, for which any model, prompts, survey and sweep will do::
 
 import ast
 import importlib
+import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -67,10 +69,32 @@ def __getattr__(name: str) -> object:
     home = (_HOMES | _EARLIER_HOMES).get(name)
     if home is None:
         # As Python says it of any module.
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(
+            message + _similar_in_words(name), name=name, obj=sys.modules[__name__]
+        )
     if home == __name__:
         return importlib.import_module(f"{__name__}.{name}")
     return getattr(importlib.import_module(home), name)
+
+
+def _similar_in_words(name: str) -> str:
+    """Say where a name is that is not here, or which ones are like it."""
+    # Python, IPython and others look for their own marks, which are no names of ours.
+    if name.startswith("_"):
+        return ""
+    paths: dict[str, str] = {known: f"{__name__}.{known}" for known in _HOMES}
+    for room_name, home in _HOMES.items():
+        if home == __name__:
+            room = importlib.import_module(f"{__name__}.{room_name}")
+            for known in room.__all__:
+                paths.setdefault(known, f"{__name__}.{room_name}.{known}")
+    if name in paths:
+        return f": it is {paths[name]}"
+    similar = get_close_matches(name, paths, cutoff=0.8)
+    if not similar:
+        return ""
+    return f": similar names are {', '.join(paths[known] for known in similar)}"
 
 
 def __dir__() -> list[str]:

@@ -351,3 +351,16 @@ def test_a_mean_that_is_undefined_has_no_p():
     nothing = dataclasses.replace(random, matrices=torch.zeros_like(random.matrices))
     with pytest.warns(UserWarning, match="undefined"):
         assert math.isnan(nothing.null_p(2))
+
+
+def test_a_k_that_a_map_does_not_hold_is_one_to_compute(result: CouplingMap) -> None:
+    for read in (result.mean, result.coupling, result.null):
+        with pytest.raises(
+            ValueError,
+            match=r"^`k` must lie in \[1, 6\] \(the number of singular vectors\), got 10: "
+            r"the result holds no more, compute it with `k=10`$",
+        ):
+            read(10)
+    # More than the model's width cannot be computed either.
+    with pytest.raises(ValueError, match=r"singular vectors\), got 99$"):
+        result.mean(99)

@@ -779,3 +779,29 @@ def test_a_map_that_is_not_finite_has_no_mean_and_no_null(maps, name) -> None:
         with pytest.raises(ValueError, match="NaN or infinite entries") as error:
             call()
         assert "\n" not in str(error.value)
+
+
+def test_means_of_two_classes_of_prompts_have_titles_of_their_own(maps, model):
+    first = MeanCouplingMap.over(maps[:2])
+    second = MeanCouplingMap.over(maps[2:])
+    ending = "mean over pairs of different layers and prompts, {}"
+    assert first.table().title.endswith(ending.format("“w3 w14 w15 w92”, “w65 w35”"))
+    assert second.table().title.endswith(
+        ending.format("“w89 w79 w3 w2 w3 w8”, “w46 w26 w43”")
+    )
+    of_all = MeanCouplingMap.over(maps)
+    assert of_all.table().title.endswith(
+        ending.format("“w3 w14 w15 w92” … “w46 w26 w43”")
+    )
+
+
+def test_prompts_of_token_ids_are_named_in_a_mean(model):
+    prompts = ([3, 14, 15], [92, 65])
+    by_ids = tlc.mean_depth_coupling([tlc.trace(model, ids) for ids in prompts], k=2)
+    assert by_ids.provenance["prompts"] == ["w3w14w15", "w92w65"]
+    hf_model = tiny.huggingface_model("llama")
+    wordless = tlc.mean_depth_coupling(
+        [tlc.trace(hf_model, ids) for ids in prompts], k=2
+    )
+    # Without a tokenizer there are only numbers.
+    assert wordless.provenance["prompts"] == ["3 14 15", "92 65"]

@@ -34,6 +34,7 @@ from tl_coupling.results import (
     check_one_model,
     joined_provenance,
     prompt_name,
+    prompts_in_words,
 )
 from tl_coupling.statistics import Interval, t_interval
 
@@ -216,7 +217,7 @@ class MeanCouplingMap(CouplingMap):
                     token=facts[-1][_POSITIONS],
                     numbers=result.matrices,
                 )
-            prompts.append(result.provenance.get("prompt"))
+            prompts.append(_named_prompt(result.provenance))
             averaged = _averaged(result, own)
             if within_ks:
                 drawn = _drawn_within(result, within_ks, own, generator)
@@ -368,6 +369,12 @@ class MeanCouplingMap(CouplingMap):
         """Return which test gives p, and that prompts or tokens are not its draws."""
         noun = "tokens" if self.is_mean_over_tokens else "prompts"
         return f"{super()._test_in_words()}, all {noun} as one draw"
+
+    def _pairs_in_words(self, off_diagonal: bool) -> str:
+        """Return which pairs a mean is over, and which prompts, where that is known."""
+        pairs = super()._pairs_in_words(off_diagonal)
+        prompts = prompts_in_words(self.provenance)
+        return f"{pairs} and prompts, {prompts}" if prompts else pairs
 
     def _size_in_words(self) -> str:
         """Return how many layers and prompts, and what `table` shows of the spread."""
@@ -619,6 +626,12 @@ def _name_of_a_mean(measure: AnyMeasure, options: Options) -> str:
         "a mean over prompts holds p=2 and absolute=False, and p=1 or p=2 with "
         f"absolute=True, got {options}: measure map by map"
     )
+
+
+def _named_prompt(provenance: Mapping[str, Any]) -> str | None:
+    """Return what a prompt is called; None of modules, whose input is not known."""
+    is_known = any(provenance.get(fact) for fact in ("prompt", "image", "tokens"))
+    return prompt_name(provenance) if is_known else None
 
 
 def _check_is_of_one_prompt(result: object) -> None:

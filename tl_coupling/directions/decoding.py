@@ -19,7 +19,13 @@ from tl_coupling.directions.subspaces import Subspace
 from tl_coupling.files import plain
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
-from tl_coupling.models import JacobianLens, bridge_of, refuse_offloaded
+from tl_coupling.models import (
+    JacobianLens,
+    UsableLens,
+    bridge_of,
+    refuse_offloaded,
+    usable_lens,
+)
 from tl_coupling.results import DifferentPrompts, Saved, ShortTable
 from tl_coupling.trajectories import check_lens
 
@@ -348,6 +354,7 @@ def decode(
     """
     t = trace.position_index(position)
     if lens is not None:
+        lens = usable_lens(lens)
         check_lens(lens, trace)
     # The rest knows directions alone.
     if isinstance(layer, Subspace):
@@ -456,7 +463,7 @@ class _Found(NamedTuple):
         directions: Directions,
         k: int | None,
         position: int,
-        lens: JacobianLens | None,
+        lens: UsableLens | None,
     ) -> "_Found":
         directions.check_fits(trace.model)
         n = len(directions)
@@ -498,7 +505,7 @@ class _Later(NamedTuple):
     trace: Trace
     first_layer: int
     position: int
-    lens: JacobianLens | None
+    lens: UsableLens | None
 
     @property
     def ways(self) -> tuple[str, ...]:
