@@ -126,23 +126,19 @@ def generalization() -> Figure:
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
     at_mark = table[(table["mark"] == "bigram") & (table["size"] == "K = 8")]
     figure, ax = card()
-    styles = (
-        (32, labels.BLUE, "o"),
-        (64, labels.GREEN, "D"),
-        (128, labels.ORANGE, "^"),
-    )
-    for width, color, marker in styles:
+    # The looks of the page's picture of the same models.
+    for width, look in labels.shaded(at_mark["width"]).items():
         of_width = at_mark[at_mark["width"] == width]
         ax.plot(
             of_width["learning_rate"],
             of_width["above_chance"],
-            marker,
-            color=color,
+            linestyle="",
             markersize=3,
             alpha=0.5,
+            **look,
         )
         means = of_width.groupby("learning_rate")["above_chance"].mean()
-        ax.plot(means, marker=marker, color=color, label=f"width {width}")
+        ax.plot(means, label=f"width {width}", **look)
     ax.axhline(0, **NULL_LINE)
     ax.annotate(RANDOM_SUBSPACES, (0.001, 0), va="bottom", ha="left", fontsize=9)
     rates = sorted(at_mark["learning_rate"].unique())

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import tl_coupling as tlc
-from drawn_texts import drawn_texts, unreadable
+from drawn_texts import drawn_texts, mixed_up, smallest_letters, unreadable
 from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.pictures import labels
@@ -35,6 +35,7 @@ def test_the_example_of_each_plot_can_be_read(name, request, monkeypatch):
     assert figures, said.getvalue()
     problems = [problem for figure in figures for problem in unreadable(figure)]
     assert problems == []
+    assert [problem for figure in figures for problem in mixed_up(figure)] == []
     # Wider ones have letters too small to read on a page.
     assert max(figure.get_figwidth() for figure in figures) <= labels.PAGE_WIDTH
 
@@ -98,6 +99,30 @@ def test_what_cannot_be_read_is_found():
         "cut: 'cut at the edge'",
         "one across the other: 'first', 'second'",
     ]
+
+
+def test_what_is_written_otherwise_is_found():
+    figure = Figure(figsize=(5, 3))
+    texts = {
+        "ρ = .46": "a decimal without its 0",
+        "ρ -0.46": "a hyphen for a minus",
+        "K = 8": "K for k",
+        "qwen2.5-q4_k_m": "the name of a file",
+        "out/real/a.gguf": "the name of a file",
+    }
+    right = "ρ −0.46, k = d/8, 2.5-fold, SmolLM2-135M, layers 3-5, $10^{-1}$"
+    for row, words in enumerate([*texts, right]):
+        figure.text(0.1, row / 8, words)
+    expected = {f"{what}: {words!r}" for words, what in texts.items()}
+    assert set(mixed_up(figure)) == expected | {"the name of a file: 'out/real/a.gguf'"}
+
+
+def test_the_smallest_letters_are_those_of_the_smallest_text():
+    figure = Figure(figsize=(4.6, 2))
+    figure.text(0.1, 0.1, "small", fontsize="small")
+    figure.text(0.1, 0.5, "medium", fontsize="medium")
+    # 8.33 points, of 72 in an inch of 358 / 4.6 pixels.
+    assert smallest_letters(figure, 358) == pytest.approx(9.005, abs=0.01)
 
 
 def test_a_title_has_a_small_second_line_until_it_is_replaced():
