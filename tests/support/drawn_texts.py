@@ -17,7 +17,7 @@ _MIXED_UP = {
     "a decimal without its 0": re.compile(r"(?<![\d\w])\.\d"),
     "a hyphen for a minus": re.compile(r"(?<![\w{)\]-])-\d"),
     "K for k": re.compile(r"\bK\b"),
-    "the name of a file": re.compile(r"q\d_k_|\.(?:gguf|csv|png)\b|\w/\w+/\w"),
+    "the name of a file": re.compile(r"q\d_k_|\.(?:gguf|csv|png)\b"),
 }
 
 

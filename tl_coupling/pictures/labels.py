@@ -336,6 +336,11 @@ def numbered_look(number: int) -> dict[str, Any]:
     return {"color": color, "marker": marker}
 
 
+def signed(value: float, form: str = "g") -> str:
+    """Return a number in a format of Python's, with a minus sign as ticks have it."""
+    return format(value, form).replace("-", "−")
+
+
 def shaded(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
     """Return a shade and a marker for each number, dark for the smallest.
 

@@ -154,6 +154,13 @@ def plot_redundancy(
     )
     for column, label in zip(columns, x_labels, strict=True):
         column[-1].set_xlabel(label, fontsize="small")
+    lowest, highest = columns[2][0].get_xlim()
+    # Over less than a decade a logarithmic axis would number more ticks than have room.
+    few_ticks = (
+        columns[1] if is_log and highest > 10 * lowest else columns[1] + columns[2]
+    )
+    for ax in few_ticks:
+        ax.xaxis.set_major_locator(MaxNLocator(3))
     for ax in fig.axes:
         ax.tick_params(labelsize="small")
     handles, names = columns[1][0].get_legend_handles_labels()
@@ -237,7 +244,7 @@ def _draw_means(
         largest = float(np.nanmax(np.abs(change.mean)))
         decades = np.arange(int(np.log10(largest / end)) + 1)
         ticks = [0.0, *(end * 10.0**decades)]
-        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_yticks(ticks, [labels.signed(tick) for tick in ticks])
         ax.minorticks_off()
 
 
@@ -261,6 +268,6 @@ def _rho(correlations: "xarray.Dataset", predictor: str, n_changes: int) -> str:
         if n_points < _FEWEST_RANKED:
             continue
         rho = float(correlations.sel(blocks=blocks)[predictor])
-        text = f"{name} undefined" if np.isnan(rho) else f"{name} {rho:+.2f}"
-        texts.append(text.replace("-", "−"))
+        value = "undefined" if np.isnan(rho) else labels.signed(rho, "+.2f")
+        texts.append(f"{name} {value}")
     return "\n".join(texts)

@@ -188,7 +188,7 @@ def _name_ends(ax: Axes) -> None:
     Over less than a decade, names of all would overlap.
     """
     low, high = ax.get_xlim()
-    ax.set_xticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+    ax.set_xticks([low, high], [labels.signed(low, ".2g"), labels.signed(high, ".2g")])
     first, last = ax.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
@@ -443,7 +443,8 @@ def _draw_prompts(
     if ranked is None:
         correlation = "ρ is undefined"
     else:
-        correlation = f"ρ = {ranked.rho:+.2f}, p = {ranked.p:.2g}, n = {ranked.n}"
+        rho = labels.signed(ranked.rho, "+.2f")
+        correlation = f"ρ = {rho}, p = {ranked.p:.2g}, n = {ranked.n}"
     ax.set_title(f"{title}: {correlation}", fontsize="small")
     ax.set_xlabel(x_label, fontsize="small")
     ax.set_ylabel(y_label, fontsize="small")
