@@ -8,6 +8,7 @@ Three minutes of one core.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,7 @@ import lens_products as lens_study
 import treatment as treatment_study
 import treatment_report
 from finding_cards import CARDS
+from study_names import model_name
 
 RESULTS = Path(__file__).parent / "studies" / "results"
 K = 10
@@ -51,7 +53,10 @@ def traces() -> dict[str, tlc.Trace]:
     """Return traces of SmolLM2-135M-Instruct and its untrained twin."""
     return {
         name: tlc.trace(
-            tlc.load_model("smollm2-135m", untrained=name == "untrained"), PROMPT
+            tlc.load_model(
+                "smollm2-135m", untrained=name == "untrained", label="SmolLM2-135M"
+            ),
+            PROMPT,
         )
         for name in COLORS
     }
@@ -253,6 +258,9 @@ def redundancy() -> Figure:
     """What dropping, swapping and merging blocks of SmolLM2 costs, by two predictors."""
     data = xarray.load_dataset(RESULTS / "ladder" / "redundancy-smollm2-135m.nc")
     correlations = tlc.redundancy.redundancy_correlations(data)
+    provenance = json.loads(data.attrs["provenance"])
+    provenance["model"] = model_name(provenance["model"])
+    data.attrs["provenance"] = json.dumps(provenance)
     return tlc.plots.plot_redundancy(data, correlations, k=K)
 
 
@@ -292,13 +300,10 @@ def treatment() -> Figure:
 
 def lens_products() -> Figure:
     """Products of means beside means of products, and blocks that vary together."""
-    names = {
-        "SmolLM2-135M": "smollm2-135m",
-        "Qwen2.5-Coder-0.5B": "qwen2.5-coder-0.5b-instruct-q4_k_m",
-    }
+    sources = ("smollm2-135m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
     tables = {
-        name: pandas.read_csv(lens_study.RESULTS / f"{stem}.csv")
-        for name, stem in names.items()
+        model_name(source): pandas.read_csv(lens_study.RESULTS / f"{source}.csv")
+        for source in sources
     }
     later = pandas.read_csv(lens_study.RESULTS / "later" / "smollm2-135m.csv")
     tables["SmolLM2-135M\nto later tokens"] = later[later["tokens"] == "later"]

@@ -313,7 +313,7 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
                 *(_mean_and_error(of_model, change) for change in DRAWN), strict=True
             )
             look = {"color": color, "markersize": 4, "label": name}
-            ax.errorbar(means, places, xerr=errors, fmt="o", **look)
+            ax.errorbar(means, places, xerr=errors, fmt=labels.MARKERS[color], **look)
         at_random = table[table["change"] == AT_RANDOM].groupby("draw")["coupling"]
         draws = at_random.mean()
         place = places[list(DRAWN).index(WHITENED)] - 0.35

@@ -57,7 +57,7 @@ LOOKS = {
     "twisted up": (labels.GREEN, ":"),
     "down": (labels.VERMILION, "-"),
     "placebo down": (labels.ORANGE, "--"),
-    "twisted down": (labels.PINK, ":"),
+    "twisted down": (labels.PINK, "-."),
 }
 
 

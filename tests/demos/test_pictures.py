@@ -295,7 +295,10 @@ def test_pages_figures_and_tables_have_one_name_for_each_control() -> None:
     "name",
     [
         *("ablation", "paths", "sizes", "redundancy", "block_costs", "capacity", "gap"),
-        "composition",
+        *("composition", "rotation", "treatment", "lens-products"),
+        *("card-trajectories", "card-training", "card-generalization"),
+        *("card-treatment", "card-redundancy", "card-amplification"),
+        "card-directions",
     ],
 )
 def test_pictures_of_committed_results_can_be_read(name: str) -> None:

@@ -141,6 +141,23 @@ def test_a_title_has_a_small_second_line_until_it_is_replaced():
     assert second not in texts
 
 
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("owner/name-1.7B", "owner/name-1.7B"),
+        ("models/width16/step2", "width16/step2"),
+        ("/home/somebody/models/width16/step2", "width16/step2"),
+        ("out/real/qwen/qwen2.5-0.5b-q4_k_m.gguf", "qwen2.5-0.5b-q4_k_m"),
+        ("qwen2.5-0.5b-q4_k_m.gguf", "qwen2.5-0.5b-q4_k_m"),
+    ],
+)
+def test_titles_have_names_and_no_paths(model: str, shown: str) -> None:
+    assert labels.short_path(model) == shown
+    (title,) = labels.heading("What", [{"model": model}]).splitlines()[1:]
+    assert title == shown
+
+
 def test_letters_stay_text_in_a_pdf_outside_the_style_of_papers():
     for surroundings in (nullcontext, tlc.plots.off_screen, tlc.plots.paper_style):
         with surroundings():

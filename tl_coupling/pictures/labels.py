@@ -568,10 +568,14 @@ def heading(
 def short_path(model: str) -> str:
     """Return the last two parts of a local model's path, and other names as they are.
 
-    The random name of a temporary folder says nothing and is left out.
+    Of a GGUF file the name is left without its ending. The random name of a temporary
+    folder says nothing and is left out.
     """
     path = Path(model)
-    if not path.is_absolute():
+    if path.suffix == ".gguf":
+        return path.stem
+    # A name on a hub has at most an owner before it.
+    if not path.is_absolute() and len(path.parts) <= 2:
         return model
     # Folders of `tempfile` are called tmp and some random letters.
     is_temporary = path.parent.parent == Path(tempfile.gettempdir())
