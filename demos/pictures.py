@@ -187,7 +187,7 @@ def rotation() -> Figure:
         names,
         frameon=False,
         fontsize="small",
-        ncols=4,
+        ncols=2,
         loc="outside lower center",
     )
     title = (
