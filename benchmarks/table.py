@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from rich.table import Table
 
+from benchmarks.questions import QUESTIONS
 from benchmarks.timing import console
 
 HERE = Path(__file__).parent
@@ -89,31 +90,56 @@ def markdown(table: Table) -> str:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """All tables, each benchmark with where and when it ran."""
+    """All tables, by the question that they answer."""
     parts = [
         "# Benchmarks",
         "Written by `python -m benchmarks.table` from the JSON files beside it.",
         "![](benchmarks.png)",
     ]
-    for name, figures in results.items():
-        environment = figures["environment"]
-        purpose = " ".join(str(_module(figures).__doc__).split("\n\n")[0].split())
-        versions = ", ".join(
-            f"{package} {version}"
-            for package, version in environment["versions"].items()
-        )
-        ran = (
-            f"{environment['date']}, {environment['device_name']}, "
-            f"{environment['cpu_threads']} threads, load "
-            f"{environment['load_average']:.2f}"
-        )
-        parts += [
-            f"## {name}",
-            purpose,
-            f"{ran}; {versions}",
-            *map(markdown, tables_of(figures)),
-        ]
+    left = dict(results)
+    for question in QUESTIONS:
+        asked = {name: left.pop(name) for name in question.commands if name in results}
+        if not asked:
+            continue
+        parts.append(f"## {question.text}")
+        # The answer is read from the first file.
+        if next(iter(question.commands)) in asked:
+            parts.append(question.answer(results))
+        heading = None
+        for name, figures in asked.items():
+            # Files of one benchmark share a heading.
+            if _purpose(figures) != heading:
+                heading = _purpose(figures)
+                parts.append(f"### {heading}")
+            parts += section(figures, question.commands[name])
+    for name, figures in left.items():
+        command = f"python -m benchmarks.{figures['benchmark']}"
+        parts += [f"## {name}", _purpose(figures), *section(figures, command)]
     return "\n\n".join(parts) + "\n"
+
+
+def _purpose(figures: dict[str, Any]) -> str:
+    """Return what a benchmark measures: the first paragraph of its module."""
+    text = str(_module(figures).__doc__).split("\n\n")[0]
+    return " ".join(text.split()).removesuffix(".")
+
+
+def section(figures: dict[str, Any], command: str) -> list[str]:
+    """Return the tables of a file below the command, the place and the time."""
+    environment = figures["environment"]
+    versions = ", ".join(
+        f"{package} {version}" for package, version in environment["versions"].items()
+    )
+    ran = (
+        f"{environment['date']}, {environment['device_name']}, "
+        f"{environment['cpu_threads']} threads, load "
+        f"{environment['load_average']:.2f}"
+    )
+    return [
+        f"`{command}`",
+        f"{ran}; {versions}",
+        *map(markdown, tables_of(figures)),
+    ]
 
 
 def picture(results: dict[str, dict[str, Any]]) -> Figure:

@@ -147,7 +147,7 @@ def generalization() -> Figure:
     loss = at_mark["loss_held_out"].mean()
     ax.set(
         xlabel=f"learning rate, all at a held-out loss of {loss:.2f}",
-        ylabel="coupling above chance",
+        ylabel="coupling: share above chance",
         ylim=(-0.03, 0.4),
     )
     ax.legend(frameon=False)

@@ -3,7 +3,9 @@ counts is right.
 """
 
 import argparse
+import importlib
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +35,7 @@ from benchmarks import (
     table,
     training,
 )
+from benchmarks.questions import QUESTIONS
 from benchmarks.stages import random_model
 from findings import findings
 from tl_coupling.studies.generalization import paper_table1
@@ -151,6 +154,84 @@ def test_what_to_expect_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = 2 * (4 * 32**2 + 2 * 32 * 64)
     assert figures["peak_mib"] * 2**20 > 4 * weights
     assert figures["planned_tflop"] * 1e12 > 2 * 4 * weights
+
+
+RESULTS = Path(table.__file__).parent / "results"
+
+
+def test_each_committed_file_stands_under_one_question_with_all_its_tables() -> None:
+    results = table.read(RESULTS)
+    names = [name for question in QUESTIONS for name in question.commands]
+    assert sorted(names) == sorted(results)
+    page = table.page(results)
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [f"## {question.text}" for question in QUESTIONS]
+    for figures in results.values():
+        for drawn in table.tables_of(figures):
+            assert table.markdown(drawn) in page
+
+
+def test_answers_have_the_figures_of_the_tables() -> None:
+    page = table.page(table.read(RESULTS))
+
+    def figures(name: str) -> dict:
+        return json.loads((RESULTS / f"{name}.json").read_text())
+
+    first = figures("depth_coupling")["runs"][0]
+    seconds = [first[side]["seconds"]["end to end"] for side in ("released", "ours")]
+    assert (
+        f"by {seconds[0] / seconds[1]:.1f} × at {first['shapes']['n_pos']} tok" in page
+    )
+    widest = figures("jacobians")["runs"][-1]
+    assert widest["shapes"]["d_model"] == 4096
+    assert f"4096 takes {widest['seconds']['jacobians']:.1f} s" in page
+    others = figures("beside_coupling")["seconds"]
+    ratio = others["directions.steer"] / others["depth_coupling"]
+    assert f"{ratio:.1f} times (`directions.steer`)" in page
+    (block,) = [run for run in figures("gpu")["runs"] if run["shape"] == "llama-3-70b"]
+    stages = sum(block["seconds"][name] for name in ("gate", "jacobian", "svd"))
+    assert f"{stages:.3g} s on NVIDIA H100" in page
+
+
+class Parsed(Exception):
+    """A command's options were read."""
+
+
+COMMANDS_OF_RESULTS = {
+    name: command
+    for question in QUESTIONS
+    for name, command in question.commands.items()
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS_OF_RESULTS)
+def test_the_command_of_a_file_of_results_can_be_typed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parsed(parser, *arguments):
+        raise Parsed(parse_args(parser, *arguments))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    words = shlex.split(COMMANDS_OF_RESULTS[name].removeprefix("OMP_NUM_THREADS=1 "))
+    assert words[:2] == ["python", "-m"]
+    monkeypatch.setattr("sys.argv", words[2:])
+    with pytest.raises(Parsed) as stopped:
+        importlib.import_module(words[2]).main()
+    (options,) = stopped.value.args
+    figures = json.loads((RESULTS / f"{name}.json").read_text())
+    assert words[2] == f"benchmarks.{figures['benchmark']}"
+    # What was given is what was measured.
+    if name == "large_shapes":
+        assert options.shapes == [run["shape"] for run in figures["runs"]]
+    if name == "largest":
+        assert options.model == figures["runs"][0]["model"]
+        assert options.tokens == figures["runs"][0]["n_pos"]
+    if name.startswith("expected"):
+        assert list(options.models) == [run["model"] for run in figures["runs"]]
+        assert options.tokens == figures["n_pos"]
+    assert Path(options.out).resolve() == Path("benchmarks/results").resolve()
 
 
 def test_each_length_of_prompt_has_a_file_of_its_own() -> None:

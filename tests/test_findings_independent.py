@@ -3,8 +3,10 @@ project's: numpy, scipy and pandas on the committed results, and transformers on
 model. Where a page and a study had one error in common, this would not have it.
 """
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +37,39 @@ def residuals(columns: list[np.ndarray], y: np.ndarray) -> np.ndarray:
     """What a least-squares fit with a constant leaves of y."""
     design = np.column_stack([np.ones(len(y)), *columns])
     return y - design @ (np.linalg.pinv(design) @ y)
+
+
+def shortly(values: pandas.Series, level: float = 0.95) -> str:
+    """A mean with its t interval, without the zeros before points."""
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(level)
+    return f"{values.mean():.3f} [{low:.3f}, {high:.3f}]".replace("0.", ".")
+
+
+def without_zero(number: float, digits: int = 2) -> str:
+    """A signed number as the pages write those below 1."""
+    return f"{number:+.{digits}f}".replace("0.", ".")
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Pearson's r of ranks, and the share of shifts of y whose |r| is as large."""
+    ranks = stats.rankdata(x)
+    rs = [
+        np.corrcoef(ranks, np.roll(stats.rankdata(y), shift))[0, 1]
+        for shift in range(len(x))
+    ]
+    return rs[0], np.mean(np.abs(rs) > abs(rs[0]) - 1e-9)
+
+
+def section_of(page: str, heading: str) -> str:
+    """The text of a page from a heading on, to the next heading of its level."""
+    text = (ROOT / "docs" / page).read_text().replace("−", "-")
+    return text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def cells_of(text: str, row: str) -> list[str]:
+    """The cells of a table's row behind its name."""
+    [line] = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
 
 
 # 1 and 2.
@@ -249,3 +284,444 @@ def test_coupling_by_depth(smollm2) -> None:
     said = "first two thirds {:.3f}, between the last two {:.3f}, between the first and"
     assert said.format(*between[:2]) in TEXT
     assert f"and the last {between[2]:.3f}." in TEXT
+
+
+# The lens: each control applied to what is tested.
+def test_the_noise_of_few_prompts_has_the_correlation_of_the_lens() -> None:
+    folder = RESULTS / "lens_products"
+    later = pandas.read_csv(folder / "later" / "smollm2-135m.csv")
+    tables = [
+        pandas.read_csv(folder / "smollm2-135m.csv"),
+        pandas.read_csv(folder / "qwen2.5-coder-0.5b-instruct-q4_k_m.csv"),
+        later[later["tokens"] == "later"],
+        later[later["tokens"] == "same"],
+    ]
+    section = section_of("findings/amplification.md", "Does coupling explain the lens?")
+    words = " ".join(section.split())
+    rows = {
+        name: cells_of(section, name)
+        for name in (
+            "the blocks",
+            "blocks from different prompts",
+            "the former less the latter",
+        )
+    }
+    for column, table in enumerate(tables):
+        means = table.groupby(["measure", "control", "layer"])["value"].mean()
+        covariation = means["covariation"].unstack("control")
+        own, others = covariation["own"], covariation["other prompts"]
+        coupling = means["coupling", "own"].to_numpy()[: len(own)]
+        depth = np.arange(len(own))
+        for row, values in zip(rows.values(), (own, others, own - others), strict=True):
+            rho, p = rank_correlation(coupling, values.to_numpy())
+            left = [
+                residuals([depth], stats.rankdata(each)) for each in (coupling, values)
+            ]
+            given = np.corrcoef(*(stats.rankdata(each) for each in left))[0, 1]
+            said = f"{without_zero(rho)} ({without_zero(given)}), p {p:.2f}"
+            assert row[column] == said.replace("p 0.", "p .")
+            # What the page concludes.
+            assert values is own or values is others or p > 0.05
+        defect = means["defect"].unstack("control").loc[0]
+        excess = defect["own"] - defect["other prompts"]
+        assert f"{excess:.3f}".removeprefix("0") in words
+
+
+# Costs of blocks: what each model has before anything is held fixed.
+def test_models_do_not_agree_on_how_cost_goes_with_coupling() -> None:
+    names = (
+        "smollm2-135m",
+        "gemma-3-270m-q4_k_m",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m",
+    )
+    section = section_of(
+        "findings/redundancy.md", "Coupling beside everything else: three models"
+    )
+    rho = {}
+    for name in names:
+        table = pandas.read_csv(RESULTS / "block_costs" / f"{name}.csv")
+        for change in ("dropped", "merged"):
+            rows = table[table["change"] == change].dropna(subset="cost")
+            means = rows.groupby("layer").mean(numeric_only=True)
+            for predictor in ("coupling", "influence"):
+                ranks = (
+                    stats.rankdata(means[column]) for column in ("cost", predictor)
+                )
+                rho[predictor, name, change] = np.corrcoef(*ranks)[0, 1]
+    for row, predictor in (("coupling", "coupling"), ("block influence", "influence")):
+        said = [
+            f"{without_zero(rho[predictor, name, 'dropped'])}, "
+            f"{without_zero(rho[predictor, name, 'merged'])}"
+            for name in names
+        ]
+        first_table = section.partition("**Nothing is shown")[0]
+        assert cells_of(first_table, row) == said
+    card = TEXT.partition("On other texts ρ with coupling is ")[2]
+    found = [without_zero(rho["coupling", name, "dropped"]) for name in names]
+    said = "{} in SmolLM2, {} in Gemma-3-270M and {} in Qwen2.5-Coder (dropped)"
+    assert card.startswith(said.format(*found))
+    found = [without_zero(rho["influence", name, "dropped"]) for name in names]
+    assert "with block influence {}, {} and {},".format(*found) in card
+
+
+def test_merging_failed_its_check_and_dropping_did_not() -> None:
+    printed = (RESULTS / "block_costs" / "report.txt").read_text()
+    dropped, merged = printed.split("\nmerged: ", 1)
+    p = [
+        float(part.partition("\nblock influence ")[2].split()[1])
+        for part in (dropped, merged)
+    ]
+    assert p[0] <= 0.025 < p[1]
+    assert f"For dropping it is found (p {p[0]:.3f})." in TEXT
+    assert f"For merging it is not (p {p[1]:.3f})" in TEXT
+    assert "would most likely have been seen" not in TEXT
+
+
+# The treatment: what speed does to the outcome, and what was left to lower.
+def of_seeds(part: str, outcome: str) -> pandas.DataFrame:
+    """An outcome of the treatment's models, a row for each seed, a column for an arm."""
+    table = pandas.read_csv(RESULTS / "treatment" / f"models-{part}.csv")
+    return table.pivot(index="seed", columns="arm", values=outcome)
+
+
+LOSS, STEP = "held-out loss in the band", "step in the band"
+
+
+def speeds(rates: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps behind loss alone and the difference in outcome, of slower and faster ones."""
+    steps, losses = (of_seeds("speed", outcome) for outcome in (STEP, LOSS))
+    return tuple(
+        np.concatenate(
+            [of[f"loss alone × {rate}"] - of["loss alone"] for rate in rates]
+        )
+        for of in (steps, losses)
+    )
+
+
+def test_the_treatment_less_what_speed_does() -> None:
+    page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
+    steps, losses = speeds(("0.8",))
+    said = f"shifts it by {shortly(pandas.Series(losses))} nats at +{steps.mean():.0f}"
+    assert said in " ".join(page.split())
+    slopes = []
+    for rates in (("0.8", "1.25"), ("0.8",)):
+        steps, losses = speeds(rates)
+        # One column, and no constant.
+        slopes.append(np.linalg.lstsq(steps[:, None], losses)[0][0])
+    assert [f"{1000 * slope:.2f}" for slope in slopes] == ["-0.34", "-0.50"]
+    steps, losses = of_seeds("little", STEP), of_seeds("little", LOSS)
+    assert len(steps) == 16
+    contrasts = {
+        "up - placebo": ("up", "placebo up"),
+        "up - twisted": ("up", "twisted up"),
+        "down - placebo": ("down", "placebo down"),
+    }
+    lowest = []
+    for name, (arm, other) in contrasts.items():
+        adjusted = [
+            losses[arm] - losses[other] - slope * (steps[arm] - steps[other])
+            for slope in slopes
+        ]
+        assert cells_of(page, name) == [shortly(values) for values in adjusted]
+        if arm == "up":
+            raw = losses[arm] - losses[other]
+            lowest += [
+                stats.ttest_1samp(values, 0).confidence_interval(0.975).low
+                for values in (raw, *adjusted)
+            ]
+    # "A benefit above .02 nats is excluded", with two looks at once as well.
+    assert min(lowest) > -0.02
+    behind = [
+        (steps["up"] - steps[f"{kind} up"]).mean() for kind in ("placebo", "twisted")
+    ]
+    said = "*Up* is {:.0f} steps behind its placebo and {:.0f} behind the twisted one"
+    assert said.format(*behind) in " ".join(page.split())
+
+
+def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
+    coupling = of_seeds("little", "coupling in the band")["loss alone"].mean()
+    # Subspaces of 8 in 48 dimensions.
+    rng = np.random.default_rng(0)
+    A = rng.standard_normal((40_000, 8, 8))
+    off = A - A * np.eye(8)
+    chance = 1 - (np.linalg.norm(off, axis=(1, 2)) / np.linalg.norm(A, axis=(1, 2)))
+    said = f"Loss alone has {coupling:.3f} in the band, where random subspaces have "
+    assert f"{said}{chance.mean():.3f}".replace("0.", ".") in TEXT
+    gap = of_seeds("speed", "gap at the end")
+    smaller = gap["loss alone"] - gap["loss alone × 0.8"]
+    little = of_seeds("little", "gap at the end").loc[smaller.index]
+    difference = smaller - (little["loss alone"] - little["up"])
+    assert shortly(difference) in TEXT
+    dose = of_seeds("dose", LOSS)
+    up = (dose["up"] - dose["placebo up"]).to_numpy()
+    means = [abs(np.mean(up * signs)) for signs in product((1, -1), repeat=len(up))]
+    p = np.mean(np.array(means) > abs(up.mean()) - 1e-12)
+    assert f"by changes of sign p is {p:.3f}".replace("0.", ".") in TEXT
+
+
+# What coupling is made of: where whitening lies, and no more.
+def test_the_place_of_whitening_among_turned_metrics() -> None:
+    names = ("gemma-3-270m-q4_k_m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
+    names = (*names, "smollm2-135m", "all-MiniLM-L6-v2")
+    section = section_of("findings/depth.md", "What coupling is made of")
+    words = " ".join(section.split())
+    numbers = {1: "one text", 5: "five texts"}
+    n_cases = 0
+    for suffix, change, at_random in (
+        ("", "whitened", "whitened at random"),
+        (
+            "-tokens-alike",
+            "whitened, tokens alike",
+            "whitened, tokens alike, at random",
+        ),
+    ):
+        for name in names:
+            paths = [RESULTS / "composition" / f"{name}{s}.csv" for s in {"", suffix}]
+            table = pandas.concat([pandas.read_csv(p) for p in paths if p.exists()])
+            trained = table[table["model"] == "trained"]
+            turned = trained[trained["change"] == at_random]
+            if turned.empty:
+                continue
+            n_cases += 1
+            draws = turned.groupby("draw")["coupling"].mean()
+            assert len(draws) == 20
+            of_texts = trained["text"].isin(turned["text"])
+            is_whitened = trained["change"] == change
+            whitened = trained.loc[of_texts & is_whitened, "coupling"].mean()
+            place = int((draws < whitened).sum())
+            said = {0: "the lowest", 20: "above all"}.get(
+                place, f"above {place} of them"
+            )
+            middle, low, high = (
+                f"{value:.3f}"[1:] for value in (draws.mean(), draws.min(), draws.max())
+            )
+            n_texts = numbers[turned["text"].nunique()]
+            said = f"{whitened:.3f}"[1:] + f" on {n_texts}, {said} (turned: {middle}"
+            assert any(
+                f"{said}{between}{low} to {high})" in words
+                for between in (", from ", " (")
+            )
+    assert n_cases == 7
+    assert "p is .048 at least, one-sided, and seven cases" in words
+    assert f"{1 / 21:.3f}"[1:] == ".048"
+    assert "own directions that carry" not in words
+
+
+# Training: what was read here, and by the paper's first checkpoint.
+def test_the_small_models_of_training_end_before_the_paper_s_first_checkpoint() -> None:
+    surge = pandas.read_csv(RESULTS / "surge" / "measured.csv")
+    base = surge[surge["variant"] == "base"]
+    # 16 windows of 128 tokens a step; a batch of Pythia is 1,024 of 2,048.
+    here = base["checkpoint"].max() * 16 * 128
+    paper = 128 * 1024 * 2048
+    assert f"They read {here / 1e6:.1f} million tokens at most." in TEXT
+    assert f"first checkpoint comes after {paper / 1e6:.0f} million" in TEXT
+    coupling = base.groupby("checkpoint")["coupling"].mean()
+    loss = base.groupby("checkpoint")["loss"].mean()
+    peak = coupling.idxmax()
+    assert 0 < peak < coupling.index[-1]
+    assert loss.loc[peak:].is_monotonic_decreasing
+
+
+# A linear step, which an untrained block cannot take either, and one that can be passed.
+def linear_steps() -> pandas.DataFrame:
+    """Means over blocks: a row for each model, text and step."""
+    table = pandas.read_csv(RESULTS / "linear_steps" / "measured.csv")
+    keys = ["to", "share", "model", "text"]
+    return table.groupby(keys).mean(numeric_only=True).reset_index()
+
+
+def test_a_linear_step_is_no_better_untrained() -> None:
+    means = linear_steps().query("to == 'linear step' and text == 0").set_index("model")
+    error, none, cosine = (means[name] for name in ("error", "error_of_none", "cosine"))
+    said = "relative error of {:.2f}, and no step at all with {:.2f}."
+    assert said.format(error["trained"], none["trained"]) in TEXT
+    said = "the untrained twin has {:.3f} and {:.3f}."
+    assert said.format(error["untrained"], none["untrained"]) in TEXT
+    said = f"is {cosine['trained']:.2f}, and {cosine['untrained']:.2f} untrained"
+    assert said.replace("0.", ".") in TEXT
+    assert (error > none).all()
+
+
+def test_differences_that_jacobians_predict() -> None:
+    means = linear_steps().query("to != 'linear step' and text > 0")
+    page = (ROOT / "docs/findings/trajectories.md").read_text()
+    for to in ("another token", "another text"):
+        for model, suffix in (("trained", ""), ("untrained", ", untrained")):
+            rows = means[(means["to"] == to) & (means["model"] == model)]
+            cells = []
+            for share in (0.01, 0.1, 0.3, 1.0):
+                of_share = rows[rows["share"] == share]
+                assert len(of_share) == 20
+                cells.append(with_interval(of_share["error"], 3))
+            cells.append(with_interval(of_share["cosine"], 3))
+            expected = [re.sub(r"\b0\.", ".", cell) for cell in cells]
+            assert cells_of(page, to + suffix) == expected
+
+
+@pytest.mark.long("goes through 30 blocks of a model of 135 million parameters")
+def test_differences_of_the_prompt_by_transformers_blocks(smollm2) -> None:
+    """J by a derivative along the step, through transformers' own blocks."""
+    model, ids = smollm2
+    n = ids.shape[1]
+    positions = torch.arange(n)[None]
+    x = model.get_input_embeddings()(ids)
+    rotary = model.model.rotary_emb(x, positions)
+    mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+    errors: dict[str, list[float]] = {"linear step": [], "another token": []}
+    for layer in model.model.layers:
+
+        def added(row: torch.Tensor, x: torch.Tensor = x, layer=layer) -> torch.Tensor:
+            whole = torch.cat([x[:, :-1], row[None, None]], 1)
+            output = layer(
+                whole,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=rotary,
+            )
+            output = output[0] if isinstance(output, tuple) else output
+            return output[0, -1] - row
+
+        last, middle = x[0, -1].detach(), x[0, n // 2].detach()
+        now = added(last).detach()
+        for to, step in (("linear step", last), ("another token", middle - last)):
+            _, image = torch.autograd.functional.jvp(added, last, step)
+            if to == "linear step":
+                error = (now - image).norm() / (last + now).norm()
+            else:
+                difference = added(middle).detach() - now
+                error = (difference - image).norm() / difference.norm()
+            errors[to].append(float(error))
+        output = layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=rotary,
+        )
+        x = output[0] if isinstance(output, tuple) else output
+    means = linear_steps().query("model == 'trained' and text == 0 and share == 1")
+    committed = means.set_index("to")["error"]
+    for to, of_layers in errors.items():
+        assert np.nanmean(of_layers) == pytest.approx(committed[to], abs=2e-3)
+
+
+# Several looks at rotations; what annealing leaves; width by its logarithm.
+def test_holm_s_correction_of_the_twelve_rotations() -> None:
+    p_values, counts = {}, {}
+    for side in ("write", "read", "both"):
+        table = pandas.read_csv(RESULTS / "rotation" / f"{side}.csv")
+        wide = table.pivot(
+            index=["angle", "text"], columns="kind", values="loss_change"
+        ).unstack("text")
+        for angle, row in wide.iterrows():
+            difference = row["together"] - row["apart"]
+            p_values[side, angle] = stats.ttest_1samp(difference, 0).pvalue
+            means = row.unstack("kind").mean()
+            counts[side, angle] = means[["together", "apart"]].max() < 6.17
+    assert len(p_values) == 12
+    corrected, highest = {}, 0.0
+    for rank, (place, p) in enumerate(sorted(p_values.items(), key=lambda x: x[1])):
+        highest = max(highest, (12 - rank) * p)
+        corrected[place] = min(highest, 1)
+    said = "at 10° and 20° (p {:.2f} and {:.2f} by Holm's correction".replace(
+        "p 0.", "p ."
+    )
+    said = said.format(corrected["write", 10], corrected["write", 20])
+    assert said.replace("0.", ".") in TEXT
+    # What stays shown, and what counts.
+    lost = {place for place, p in corrected.items() if p > 0.05}
+    assert lost == {("write", 10), ("write", 20), ("both", 90)}
+    assert [
+        angle for side, angle in counts if side == "both" and counts[side, angle]
+    ] == [10]
+    sentences = (ROOT / "demos/studies/rotation.md").read_text()
+    for sentence in re.findall(
+        r'"([A-Z][^"]{30,}?)[.,]?"',
+        section_of("findings/directions.md", "Rotating blocks"),
+    ):
+        assert " ".join(sentence.split()) in sentences
+
+
+def test_annealed_models_differ_threefold_with_this_interval() -> None:
+    folder = RESULTS / "capacity"
+    measured = pandas.read_csv(folder / "measured.csv")
+    measured = measured[
+        (measured["mark"] == "bigram") & (measured["measure"] == "coupling")
+    ]
+    full = measured[measured["size"] == "K = 8"].set_index("seed")["above_chance"]
+    loss = measured["loss_held_out"].mean()
+    ends = pandas.read_csv(folder / "annealed.csv")
+    ends = ends[(ends["measure"] == "coupling") & (ends["size"] == "K = 8")]
+    logarithms: dict[str, list[np.ndarray]] = {"annealed": [], "full": []}
+    for rate in (0.001, 0.008):
+        of_rate = ends[ends["learning_rate"] == rate]
+        values = []
+        for _, of_seed in of_rate.groupby("seed"):
+            in_order = of_seed.sort_values("loss_held_out")
+            assert (
+                in_order["loss_held_out"].iloc[0]
+                < loss
+                < in_order["loss_held_out"].iloc[-1]
+            )
+            values.append(
+                np.interp(loss, in_order["loss_held_out"], in_order["above_chance"])
+            )
+        assert len(values) == 3
+        logarithms["annealed"].append(np.log(values))
+        logarithms["full"].append(np.log(full[of_rate["seed"].unique()]))
+    for name, words in (("annealed", "differ {}"), ("full", "rate differ {}")):
+        slow, fast = logarithms[name]
+        fold = np.exp(slow.mean() - fast.mean())
+        test = stats.ttest_ind(slow, fast, equal_var=False)
+        low, high = np.exp(test.confidence_interval(0.95))
+        assert words.format(f"{fold:.1f}-fold [{low:.1f}, {high:.1f}]") in TEXT
+
+
+def test_the_logarithm_of_width_explains_more_of_the_scores() -> None:
+    table = pandas.read_csv(ROOT / "tl_coupling" / "data" / "paper_table1.csv")
+    is_of_code = table["family"].isin(["CodeLlama", "CodeGemma"])
+    models = table[(table["variant"] == "base") & ~is_of_code].dropna(subset=["score"])
+    linear, logarithmic = (
+        np.corrcoef(width, models["score"])[0, 1] ** 2
+        for width in (models["d_model"], np.log(models["d_model"]))
+    )
+    assert f"width {linear:.3f} (its logarithm {logarithmic:.3f})" in TEXT
+    assert f"width {linear:.3f} (its logarithm {logarithmic:.3f})" in PAPER
+    said = f"{linear:.3f} (the logarithm of width {logarithmic:.3f})"
+    assert said.replace("0.", ".") in TEXT
+
+
+def test_the_share_of_coupling_that_goes_with_the_identity() -> None:
+    names = {
+        "smollm2-135m": "{:.0f} % in SmolLM2",
+        "qwen2.5-coder-0.5b-instruct-q4_k_m": "{:.0f} % in Qwen2.5-Coder",
+        "gemma-3-270m-q4_k_m": "nothing in Gemma",
+    }
+    for page in ("README.md", "docs/index.md"):
+        words = " ".join((ROOT / page).read_text().split())
+        for name, said in names.items():
+            table = pandas.read_csv(RESULTS / "composition" / f"{name}.csv")
+            table = table[table["model"] == "trained"]
+            wide = table.pivot_table(index="text", columns="change", values="coupling")
+            share = 1 - wide["without identity"] / wide["raw"]
+            assert said.format(100 * share.mean()) in words
+            if "nothing" in said:
+                low, high = stats.ttest_1samp(share, 0).confidence_interval(0.95)
+                assert low < 0 < high
+
+
+def test_above_chance_is_defined_once_and_linked() -> None:
+    nulls = (ROOT / "docs/concepts/nulls.md").read_text()
+    assert nulls.count("\n## Above chance\n") == 1
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        if page.name not in ("nulls.md", "gallery.md", "heads-and-mlps.md"):
+            assert ("above chance" in text) <= ("nulls.md#above-chance" in text), page
+
+
+def test_what_blocks_write_of_what_they_read() -> None:
+    table = pandas.read_csv(RESULTS / "composition" / "smollm2-135m.csv")
+    rows = table[table["change"] == "u·v of the top ten pairs"]
+    means = rows.groupby("model")["coupling"].mean()
+    said = f"= {means['trained']:.2f} (untrained {means['untrained']:.2f})"
+    assert said.replace("0.", ".").replace("-.00", ".00") in TEXT

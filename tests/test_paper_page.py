@@ -70,7 +70,7 @@ SHOWN = [
 ]
 
 
-VERDICTS = {"agrees", "differs", "in part", "drawn", "not run", "no claim"}
+VERDICTS = {"agrees", "differs", "in part", "open", "drawn", "not run", "no claim"}
 
 
 class Row(NamedTuple):
@@ -222,6 +222,47 @@ def test_the_table_has_a_row_with_a_verdict_for_each_section() -> None:
         verdict = badge.partition("`")[2].strip("`")
         assert verdict in VERDICTS
         assert (verdict == "not run") == row.seen.startswith("not run")
+
+
+def verdicts() -> list[tuple[str, str]]:
+    """Each figure of the table with a verdict of it."""
+    table = PAGE.partition("| figure |")[2].partition("\n\n")[0].splitlines()[2:]
+    cells = [line.strip("| ").split(" | ")[:2] for line in table]
+    return [
+        (figure, badge.partition("`")[2].strip("`"))
+        for figures, badge in cells
+        for figure in figures.split(", ")
+    ]
+
+
+def test_a_figure_has_one_verdict() -> None:
+    figures = [figure for figure, _ in verdicts()]
+    assert len(figures) == len(set(figures))
+
+
+def test_a_verdict_says_no_more_than_the_findings() -> None:
+    """What the findings say was shown by nothing, or says nothing, does not decide."""
+    claims = {
+        "it does so better than parameters, width or depth": ("T1", "9 right"),
+        "their coupling goes with accuracy at a fixed rate": ("11", "12"),
+    }
+    said = dict(verdicts())
+    for claim, figures in claims.items():
+        (line,) = [line for line in findings().splitlines() if f"[{claim}](" in line]
+        assert line.endswith("| neither |")
+        assert {said[figure] for figure in figures} == {"open"}
+    badge = re.search(r"Does coupling rise.+?bdg-\w+}`([\w ]+)`", findings(), re.DOTALL)
+    assert badge[1] == said["1b in small models"] == said["§5.3 accuracy"]
+    decides_nothing = {
+        "A.3 rank": "nothing follows from it",
+        "34": "more so when untrained",
+    }
+    for figure, words in decides_nothing.items():
+        (line,) = [
+            line for line in PAGE.splitlines() if line.startswith(f"| {figure} |")
+        ]
+        assert words in line
+        assert said[figure] in ("open", "in part")
 
 
 def test_what_sizes_explain_in_table_1_is_what_the_pages_say() -> None:

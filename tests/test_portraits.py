@@ -1,6 +1,8 @@
 """A portrait of a prompt: what is measured, of which layers and which tokens."""
 
 import math
+import statistics
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import tiny
 import tl_coupling as tlc
 from tl_coupling.blocks import BlockFunction
 from tl_coupling.jacobians import decomposed
+from tl_coupling.progress import JoinedLoops
 from tl_coupling.trajectories import measure_trajectory
 
 
@@ -239,3 +242,64 @@ def test_a_matrix_is_decomposed_once_for_all_that_read_its_vectors(
     portrait = tlc.portrait(tiny_trace, k=(4, 8))
     n_columns = [len(result.col_positions) for result in portrait.tokens.values()]
     assert sum(n_decomposed) == tiny.N_LAYERS + sum(n_columns)
+
+
+EVERYTHING = {"with_carriers": True, "with_products": True, "decoded_layer": 0}
+
+
+@pytest.mark.parametrize("asked", [{}, EVERYTHING], ids=["plain", "everything"])
+def test_the_work_of_a_portrait_is_what_its_loops_are(
+    short_trace: tlc.Trace, monkeypatch: pytest.MonkeyPatch, asked: dict[str, object]
+) -> None:
+    """Each part runs as many loops as were foreseen: of another number the bar would
+    show the wrong part of the work.
+    """
+    foreseen: Counter[str] = Counter()
+    run: Counter[str] = Counter()
+
+    class Noted(JoinedLoops):
+        def __init__(self, work, progress, description) -> None:
+            super().__init__(work, progress, description)
+            foreseen.update({name: len(loops) for name, loops in work.items()})
+
+        def part(self, name):
+            inner = super().part(name)
+
+            def noted(items):
+                run[name] += 1
+                return inner(items)
+
+            return noted
+
+    monkeypatch.setattr("tl_coupling.portraits.JoinedLoops", Noted)
+    tlc.portrait(short_trace, k=(2,), **asked)
+    # Without loops of their own.
+    for name in ("decoded", "trajectory"):
+        foreseen.pop(name, None)
+    assert run == foreseen
+    assert set(run) >= {"depth", "tokens", "self", "influence"}
+
+
+def test_half_of_a_portraits_steps_take_about_half_of_its_time(
+    tiny_trace: tlc.Trace,
+) -> None:
+    """Time left is told from the steps, which are to take about as long each."""
+
+    def ratio() -> float:
+        """Return the time that half of the steps say is left, per that which was."""
+        # Of this process, which others do not lengthen.
+        times: list[float] = []
+
+        def timed(items):
+            for item in items:
+                times.append(time.process_time())
+                yield item
+            times.append(time.process_time())
+
+        tlc.portrait(tiny_trace, k=(4, 8), progress=timed)
+        half = times[(len(times) - 1) // 2]
+        return (half - times[0]) / (times[-1] - half)
+
+    # The first imports and compiles.
+    ratio()
+    assert 0.5 < statistics.median(ratio() for _ in range(3)) < 2

@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 import tl_coupling as tlc
-from tl_coupling.progress import with_progress
+from tl_coupling.progress import JoinedLoops, with_progress
 
 Wraps = Callable[[Any], Any]
 
@@ -99,6 +99,10 @@ MEASURES: dict[str, Callable[..., Any]] = {
         trace, torch.ones(trace.d_model), **bar
     ),
     "influence": lambda trace, **bar: tlc.cross_token_influence(trace, **bar),
+    "portrait of tokens": lambda trace, **bar: tlc.portraits.token_portrait(
+        trace, k=2, **bar
+    ),
+    "portrait": lambda trace, **bar: tlc.portrait(trace, k=(2,), **bar),
 }
 
 
@@ -152,3 +156,78 @@ def test_short_loops_say_nothing(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     clock.slow(with_progress(range(20), True, "layers"), 0.4)
     assert not capsys.readouterr().err
+
+
+class Recorded:
+    """A caller's bar that notes each loop it is given, and how far it has gone."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.n_done = 0
+        self.ended = False
+
+    def __call__(self, items: Any) -> Iterator[Any]:
+        self.lengths.append(len(items))
+        for item in items:
+            yield item
+            self.n_done += 1
+        self.ended = True
+
+
+def run_through(items: Iterable[int], progress: Any, bar: Recorded) -> list[int]:
+    """Return how far the bar was before each item of a nested loop, and after all."""
+    positions = [bar.n_done for _ in with_progress(items, progress, "nested")]
+    return [*positions, bar.n_done]
+
+
+def test_nested_loops_go_on_in_one_bar_in_proportion_to_their_steps() -> None:
+    bar = Recorded()
+    with JoinedLoops({"a": [6, 4], "b": [10]}, bar, "all") as loops:
+        part = loops.part("a")
+        assert run_through(range(3), part, bar) == [0, 2, 4, 6]
+        assert run_through(range(2), part, bar) == [6, 8, 10]
+        # More items than steps, and none.
+        assert run_through(range(20), loops.part("b"), bar)[::4] == [
+            10,
+            12,
+            14,
+            16,
+            18,
+            20,
+        ]
+    assert bar.lengths == [20]
+    assert bar.ended
+
+
+def test_a_nested_loop_whose_length_is_not_known_goes_on_at_its_end() -> None:
+    bar = Recorded()
+    with JoinedLoops({"a": [6], "b": [2]}, bar, "all") as loops:
+        assert run_through(iter(range(3)), loops.part("a"), bar) == [0, 0, 0, 6]
+
+
+def test_loops_that_are_left_out_or_not_foreseen_leave_no_gap() -> None:
+    bar = Recorded()
+    with JoinedLoops({"a": [5], "b": [5], "c": [5], "d": [5]}, bar, "all") as loops:
+        # `a` did not run, nor did `d`.
+        assert run_through(range(5), loops.part("b"), bar)[0] == 5
+        part = loops.part("c")
+        assert run_through(range(1), part, bar) == [10, 15]
+        assert run_through(range(3), part, bar) == [15] * 4
+    assert bar.n_done == 20
+    assert bar.ended
+
+
+def test_the_bar_of_nested_loops_goes_away_when_one_fails(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tl_coupling.progress.tqdm", lambda items, **how: tqdm(items))
+
+    def fail_after_two_of_four() -> None:
+        with JoinedLoops({"a": [4]}, None, "all") as loops:
+            for item in with_progress(range(4), loops.part("a"), "nested"):
+                if item == 2:
+                    raise RuntimeError("failed")
+
+    with pytest.raises(RuntimeError, match=r"^failed$"):
+        fail_after_two_of_four()
+    assert not tqdm._instances
+    assert "2/4" in capsys.readouterr().err

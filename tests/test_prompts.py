@@ -142,3 +142,40 @@ def test_half_a_character_cannot_be_traced_nor_be_a_name(tiny_trace: tlc.Trace) 
         tlc.trace_modules(net, lambda: net(torch.ones(1, 3, 4)), name=HALF)
     with pytest.raises(ValueError, match="`label` must be text in Unicode"):
         tlc.load_model("no such model", label=HALF)
+
+
+def test_token_ids_are_a_prompt_of_their_own() -> None:
+    prompt = tlc.Prompt(tokens=torch.tensor([[3, 14, 15]]), task="sums")
+    assert prompt.tokens == (3, 14, 15)
+    assert prompt.content == [3, 14, 15]
+    assert prompt.text == prompt.id == "token ids 3 14 15"
+    same = tlc.Prompt(tokens=[3, 14, 15], task="sums")
+    assert prompt == same
+    assert hash(prompt) == hash(same)
+    assert prompt != tlc.Prompt("token ids 3 14 15", task="sums")
+
+
+def test_a_prompt_is_one_of_a_text_token_ids_and_an_image(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"is a text or token ids, not both: leave one"
+    ):
+        tlc.Prompt("w3", tokens=[3])
+    picture = tmp_path / "cat.png"
+    picture.write_bytes(b"not read here")
+    with pytest.raises(ValueError, match="is token ids or an image, not both"):
+        tlc.Prompt(image=picture, tokens=[3])
+    with pytest.raises(
+        ValueError, match=r"`tokens` must be token ids .* shape \[2, 1\]"
+    ):
+        tlc.Prompt(tokens=torch.tensor([[3], [4]]))
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        tlc.Prompt(tokens=[])
+
+
+def test_a_prompt_of_token_ids_is_traced_as_they_are(tiny_trace: tlc.Trace) -> None:
+    ids = tiny_trace.tokens[:4]
+    prompt = tlc.Prompt(tokens=ids)
+    traced = tlc.trace(tiny_trace.model, prompt)
+    assert torch.equal(traced.residual, tlc.trace(tiny_trace.model, ids).residual)
+    assert traced.tokens.tolist() == ids.tolist()
+    assert traced.provenance["prepend_bos"] == "token ids given"

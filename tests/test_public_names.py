@@ -4,6 +4,7 @@ import ast
 import builtins
 import doctest
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +32,24 @@ def loaded_by(code: str) -> set[str]:
 
 
 def test_every_name_that_is_listed_is_there() -> None:
-    assert set(PROMISED.split()) <= set(tlc.__all__) <= set(dir(tlc))
+    assert set(PROMISED.split()) <= set(tlc.__all__)
     assert len(set(tlc.__all__)) == len(tlc.__all__) <= 49
-    assert all(hasattr(tlc, name) for name in dir(tlc))
+    assert all(hasattr(tlc, name) for name in [*dir(tlc), *tlc.__all__])
+    imported: dict[str, Any] = {}
+    exec("from tl_coupling import *", imported)
+    assert imported.keys() - {"__builtins__"} == set(tlc.__all__)
+
+
+def test_tab_shows_twenty_names_and_the_rooms() -> None:
+    """The same that the API reference and the page for language models begin with."""
+    front = tlc._FRONT
+    assert len(set(front)) == len(front) == 20
+    assert set(front) <= set(tlc.__all__)
+    assert dir(tlc) == sorted([*front, *ROOMS])
+    text = (Path(__file__).parents[1] / "llms.txt").read_text()
+    listed = re.search(r"in this order of use: (.+?)\.", text)
+    assert listed is not None
+    assert tuple(re.findall(r"`(\w+)`", listed[1])) == front
 
 
 def test_type_checkers_are_told_the_same() -> None:
@@ -44,7 +60,7 @@ def test_type_checkers_are_told_the_same() -> None:
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    assert told == {name: getattr(tlc, name) for name in dir(tlc)}
+    assert told == {name: getattr(tlc, name) for name in [*ROOMS, *tlc.__all__]}
 
 
 EARLIER = {
@@ -70,6 +86,29 @@ def test_an_earlier_name_is_the_same_function_in_no_list(earlier: str) -> None:
 def test_a_name_that_is_not_there(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
         getattr(tlc, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("plot_locality", "it is tl_coupling.plots.plot_locality"),
+        ("steer", "it is tl_coupling.directions.steer"),
+        ("depth_couplng", "similar names are tl_coupling.depth_coupling"),
+        ("plot_localty", "similar names are tl_coupling.plots.plot_locality"),
+    ],
+)
+def test_a_name_of_a_room_or_like_one_is_pointed_to(name: str, hint: str) -> None:
+    with pytest.raises(
+        AttributeError, match=f"^module 'tl_coupling' has no attribute '{name}': {hint}"
+    ) as caught:
+        getattr(tlc, name)
+    assert (caught.value.name, caught.value.obj) == (name, tlc)
+
+
+def test_marks_that_others_look_for_load_no_room() -> None:
+    assert "torch" not in loaded_by(
+        "import tl_coupling; hasattr(tl_coupling, '_repr_html_')"
+    )
 
 
 def test_nothing_is_loaded_before_it_is_used() -> None:

@@ -2,13 +2,18 @@
 version, its make targets.
 """
 
+import ast
+import importlib.metadata
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import address
 import tl_coupling as tlc
@@ -111,6 +116,8 @@ def test_workflows_call_make_targets_that_are_there() -> None:
         "check",
         "test-tl4",
         "test-tl3",
+        "test-lowest",
+        "test-newest",
         "test-long-tl4",
         "test-long-tl3",
         "docs",
@@ -171,6 +178,101 @@ def test_python_versions_are_those_that_are_tested() -> None:
         set().union(*(matrix(job).get("python", []) for _, _, job in jobs()))
         == classified
     )
+
+
+# Extras with what the package itself uses; the others are tools.
+USED_EXTRAS = PROJECT["optional-dependencies"].keys() - {"dev", "docs"}
+
+
+def requirements(texts: list[str]) -> dict[str, Requirement]:
+    """Return requirements by name, but those of the package's own extras."""
+    named = {r.name.lower(): r for r in map(Requirement, texts)}
+    return {name: named[name] for name in named.keys() - {PROJECT["name"]}}
+
+
+REQUIRED = requirements(PROJECT["dependencies"])
+OPTIONAL = requirements(
+    [text for extra in USED_EXTRAS for text in PROJECT["optional-dependencies"][extra]]
+)
+
+
+def imported_distributions(node: ast.AST, at_import: bool) -> set[str]:
+    """Return the distributions that a tree imports from.
+
+    Args:
+        node: the tree.
+        at_import: whether imports within functions and conditions are left out.
+    """
+    names = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        names = [node.module or ""]
+    tops = {name.partition(".")[0] for name in names}
+    others = tops - set(sys.stdlib_module_names) - {"tl_coupling"}
+    named = {
+        (DISTRIBUTIONS[top][0] if top in DISTRIBUTIONS else top).lower()
+        for top in others
+    }
+    found = {name.replace("_", "-") for name in named}
+    # Type checkers read what stands behind a condition.
+    if not (at_import and isinstance(node, ast.FunctionDef | ast.If)):
+        for child in ast.iter_child_nodes(node):
+            found |= imported_distributions(child, at_import)
+    return found
+
+
+DISTRIBUTIONS = importlib.metadata.packages_distributions()
+TREES = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "tl_coupling").rglob("*.py"))
+}
+# A class of a library that need not be there; imported by the function that makes one.
+ON_REQUEST = ROOT / "tl_coupling/interactive/widget.py"
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    first, later = (
+        {
+            path: imported_distributions(tree, at_import=at_import)
+            for path, tree in TREES.items()
+        }
+        for at_import in (True, False)
+    )
+    assert not first.pop(ON_REQUEST) <= REQUIRED.keys()
+    code = "import sys, tl_coupling.interactive; print('anywidget' in sys.modules)"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == "False"
+    first, later = (set().union(*found.values()) for found in (first, later))
+    assert first <= REQUIRED.keys()
+    assert later <= REQUIRED.keys() | OPTIONAL.keys()
+    # xarray imports it, because files are written with `engine="netcdf4"`.
+    assert REQUIRED.keys() - later == {"netcdf4"}
+
+
+def test_everything_that_the_package_uses_has_an_oldest_version() -> None:
+    without = {
+        name
+        for name, requirement in (REQUIRED | OPTIONAL).items()
+        if not any(part.operator == ">=" for part in requirement.specifier)
+    }
+    assert not without
+    assert {
+        name
+        for name, requirement in (REQUIRED | OPTIONAL).items()
+        if any(part.operator in ("<", "<=", "==") for part in requirement.specifier)
+    } == {"transformer-lens"}
+
+
+def test_the_oldest_versions_are_installed_with_every_extra_that_is_used() -> None:
+    (extras,) = re.findall("^EXTRAS = (.*)$", MAKEFILE, re.MULTILINE)
+    named = set(extras.split())
+    for extra in extras.split():
+        for text in PROJECT["optional-dependencies"][extra]:
+            named |= Requirement(text).extras & USED_EXTRAS
+    assert named == USED_EXTRAS
 
 
 def test_pages_for_language_models_are_those_of_the_site() -> None:

@@ -277,6 +277,7 @@ def test_what_is_not_run_says_why() -> None:
             "a dask cluster",
             "tensorboard",
             "W&B",
+            "Lightning",
             "TransformerLens 3.9",
             "a package index",
         ),

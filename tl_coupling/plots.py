@@ -1,5 +1,4 @@
-"""Pictures of results, with matplotlib: public names of `tl_coupling.pictures` and
-`tl_coupling.studies.plots`.
+"""Pictures of results, with matplotlib.
 
 Every function draws what a result holds and labels itself from it, takes `ax=` (or
 `fig=`) and returns what it drew on; by default that is a new figure, which a notebook

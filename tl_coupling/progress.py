@@ -3,8 +3,18 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from datetime import timedelta
+from operator import length_hint
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from tqdm.auto import tqdm
@@ -15,8 +25,8 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]] | bool
 # No item of a loop is this object.
 _END = object()
 # A log gets no line of a loop that is done sooner, and then one so often.
-_SECONDS_TO_FIRST_LINE = 10.0
-_SECONDS_BETWEEN_LINES = 30.0
+SECONDS_TO_FIRST_LINE = 10.0
+SECONDS_BETWEEN_LINES = 30.0
 
 
 def with_progress(
@@ -43,17 +53,101 @@ def with_progress(
     return log_progress(items, description) if progress is True else items
 
 
+class JoinedLoops:
+    """One loop in place of several, so that one bar shows all of a measurement.
+
+    Measurements of a part get `part(name)` as their `progress`: their loops have no bars
+    of their own and go on in this one. It goes on to the start of a loop that begins, to
+    the end of one that ends, and to its own end when the block is left: work that is
+    not done, or that nobody counts, leaves no gap, and it never goes back.
+
+    Args:
+        work: of each part by name, in the order in which they are measured, the steps
+            of each of its loops. One step is as much time in every loop, as well as that
+            is known beforehand.
+        progress: as in `with_progress`, of the one loop.
+        description: as there.
+
+    Example:
+        >>> from tl_coupling.progress import JoinedLoops
+        >>> work = {"depth": [6], "tokens": [16]}
+        >>> with JoinedLoops(work, None, "both") as loops:
+        ...     depth = tlc.depth_coupling(trace, 4, progress=loops.part("depth"))
+        ...     own = tlc.self_coupling(trace, 0, 1, k=4, progress=loops.part("tokens"))
+    """
+
+    def __init__(
+        self,
+        work: Mapping[str, Sequence[int]],
+        progress: Progress | None,
+        description: str,
+    ) -> None:
+        self.n_steps = 0
+        # By part, the first step and the end of each of its loops.
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+        for name, loops in work.items():
+            self._spans[name] = []
+            for n_steps in loops:
+                span = (self.n_steps, self.n_steps + n_steps)
+                self._spans[name].append(span)
+                self.n_steps += n_steps
+        steps = with_progress(range(self.n_steps), progress, description)
+        self._steps = iter(steps)
+        # A loop that is asked for its next item is done with those before.
+        self._n_asked = 0
+
+    def __enter__(self) -> "JoinedLoops":
+        self._go_on_to(0)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._go_on_to(self.n_steps)
+        elif isinstance(self._steps, Generator):
+            # Its bar goes away.
+            self._steps.close()
+
+    def part(self, name: str) -> Callable[[Iterable[Item]], Iterator[Item]]:
+        """Return the `progress` of a part's loops, which come in the order of `work`."""
+        spans = iter(self._spans[name])
+        # A loop that was not foreseen does not go on.
+        _, end_of_part = self._spans[name][-1]
+
+        def yield_each(items: Iterable[Item]) -> Iterator[Item]:
+            start, end = next(spans, (end_of_part, end_of_part))
+            # 0 where it is not known.
+            n_items = length_hint(items)
+            self._go_on_to(start)
+            for n_done, item in enumerate(items, start=1):
+                yield item
+                if n_items:
+                    self._go_on_to(start + (end - start) * n_done // n_items)
+            self._go_on_to(end)
+
+        return yield_each
+
+    def _go_on_to(self, n_done: int) -> None:
+        while self._n_asked <= n_done:
+            next(self._steps, None)
+            self._n_asked += 1
+
+
 def log_progress(items: Iterable[Item], description: str) -> Iterator[Item]:
     """Yield the items; on standard error a line now and then says how many are done."""
     total = len(items) if isinstance(items, Sized) else None
     start = time.monotonic()
-    next_line = start + _SECONDS_TO_FIRST_LINE
+    next_line = start + SECONDS_TO_FIRST_LINE
     for n_done, item in enumerate(items):
         now = time.monotonic()
         if now >= next_line:
             text = _line(description, n_done, total, now - start)
             print(text, file=sys.stderr, flush=True)
-            next_line = now + _SECONDS_BETWEEN_LINES
+            next_line = now + SECONDS_BETWEEN_LINES
         yield item
 
 

@@ -1,5 +1,5 @@
-"""Prompts, texts or images: benchmark questions from the HuggingFace hub, and JSONL
-files.
+"""Prompts, texts, token ids or images: benchmark questions from the HuggingFace hub,
+and JSONL files.
 """
 
 import hashlib
@@ -8,12 +8,24 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
+from jaxtyping import Int
+from torch import Tensor
 
-from tl_coupling.arguments import AnyPath, Count, Finite, Seed, Text, checked, made_by
+from tl_coupling.arguments import (
+    AnyPath,
+    Count,
+    Finite,
+    Seed,
+    Text,
+    checked,
+    ids_of_one_prompt,
+    made_by,
+)
 from tl_coupling.results import DifferentPrompts
 
 __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
@@ -31,10 +43,11 @@ class Prompt:
     """A prompt with an id that is the same in every run; the task it comes from, and
     how difficult it is, if known.
 
-    It is a text, `prompt`, or for a vision model the file of an image, `image`, which
-    must stay where it is. The id is by default the text, or the name of the file.
-    ValueError for an empty text, both a text and an image, an image that is not there,
-    and lone surrogates.
+    It is a text, `prompt`; or token ids of one text, `tokens`, which are taken as they
+    are; or for a vision model the file of an image, `image`, which must stay where it
+    is. The id is by default the text, or the name of the file. ValueError for an empty
+    text, none or two of the three, token ids of several texts, an image that is not
+    there, and lone surrogates.
 
     Example:
         >>> prompt = tlc.Prompt("The capital of France is", task="capitals")
@@ -42,6 +55,8 @@ class Prompt:
         ('The capital of France is', 'The capital of France is')
         >>> tlc.Prompt("The capital of France is", "france").id
         'france'
+        >>> tlc.Prompt(tokens=[3, 14, 15], id="three").text
+        'token ids 3 14 15'
     """
 
     prompt: Text = ""
@@ -49,22 +64,34 @@ class Prompt:
     task: Text | None = None
     image: AnyPath | None = None
     difficulty: Finite | None = None
+    tokens: Int[Tensor, "*batch n_pos"] | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
+        if self.tokens is not None:
+            ids = ids_of_one_prompt(self.tokens, "tokens")
+            # A tuple: prompts are compared with each other, and must not change.
+            object.__setattr__(self, "tokens", tuple(ids.tolist()))
         if not self.id:
-            own_id = self.prompt
-            if self.image is not None:
-                own_id = Path(self.image).name
+            own_id = self.text if self.image is None else Path(self.image).name
             object.__setattr__(self, "id", own_id)
-        if self.image is None:
-            if not self.prompt:
-                raise ValueError("the prompt is empty: wanted at least one token")
-            return
-        if self.prompt:
-            raise ValueError(
-                f"prompt {self.id!r} is a text or an image, not both: leave one out "
-                f"(was {self.prompt[:80]!r} meant as `id=`?)"
+        if self.image is None and self.tokens is None and not self.prompt:
+            raise ValueError("the prompt is empty: wanted at least one token")
+        kinds = {
+            "a text": self.prompt,
+            "token ids": self.tokens is not None,
+            "an image": self.image is not None,
+        }
+        given = [kind for kind, is_given in kinds.items() if is_given]
+        if len(given) > 1:
+            meant = (
+                f" (was {self.prompt[:80]!r} meant as `id=`?)" if self.prompt else ""
             )
+            raise ValueError(
+                f"prompt {self.id!r} is {' or '.join(given)}, not both: leave one out"
+                f"{meant}"
+            )
+        if self.image is None:
+            return
         path = Path(self.image).resolve()
         if not path.is_file():
             raise ValueError(
@@ -75,25 +102,42 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The text; of an image, the checksum of its file."""
+        """The text; of token ids, these in words; of an image, the checksum of its
+        file.
+        """
+        if self.tokens is not None:
+            return f"token ids {' '.join(map(str, self.tokens))}"
         if self.image is None:
             return self.prompt
         content = Path(self.image).read_bytes()
         return f"image sha256:{hashlib.sha256(content).hexdigest()}"
 
+    @property
+    def content(self) -> str | Path | list[int]:
+        """What a model reads, as `trace` takes it: a text, token ids or a file."""
+        if self.tokens is not None:
+            return list(map(int, self.tokens))
+        return self.prompt if self.image is None else Path(self.image)
 
-Prompts = str | Prompt | Sequence[str | Prompt]
+
+_OnePrompt = str | Prompt | Int[Tensor, "..."] | Sequence[int]
+Prompts = Annotated[
+    _OnePrompt | Sequence[_OnePrompt],
+    "`tl_coupling.Prompt(text)` makes one, and a text or token ids (`input_ids` of what "
+    "a tokenizer returns) are one",
+]
 
 
 def as_prompts(prompts: Prompts) -> list[Prompt]:
-    """Return prompts with ids; bare texts are numbered.
+    """Return prompts with ids; bare texts and token ids are numbered.
+
+    Whole numbers are the tokens of one prompt. The rows of a tensor, `[n_prompts
+    n_pos]`, are prompts.
 
     Raises ValueError where there are none, or an id or a prompt twice.
     """
-    texts_or_prompts = [prompts] if isinstance(prompts, str | Prompt) else list(prompts)
     named_prompts = [
-        prompt if isinstance(prompt, Prompt) else Prompt(prompt, str(number))
-        for number, prompt in enumerate(texts_or_prompts)
+        _named(prompt, str(number)) for number, prompt in enumerate(_separate(prompts))
     ]
     if not named_prompts:
         raise ValueError("`prompts` is empty: wanted at least one")
@@ -104,6 +148,24 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         # The text of an image is a checksum: two files may hold the same image.
         different.add({"prompt": prompt.text}, prompt.id)
     return named_prompts
+
+
+def _separate(prompts: Prompts) -> list[Any]:
+    """Return each prompt of what may be one prompt, or several."""
+    if isinstance(prompts, str | Prompt):
+        return [prompts]
+    if isinstance(prompts, Tensor):
+        return list(prompts) if prompts.ndim > 1 else [prompts]
+    is_token = [isinstance(prompt, Integral) for prompt in prompts]
+    return [prompts] if any(is_token) else list(prompts)
+
+
+def _named(prompt: Any, number: str) -> Prompt:
+    if isinstance(prompt, Prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return Prompt(prompt, number)
+    return Prompt(id=number, tokens=prompt)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ assert not heavy, heavy
 for module in pkgutil.walk_packages(tl_coupling.__path__, "tl_coupling."):
     if not module.name.endswith("__main__"):
         __import__(module.name)
-for name in dir(tl_coupling):
+for name in {*dir(tl_coupling), *tl_coupling.__all__}:
     getattr(tl_coupling, name)
 """
 

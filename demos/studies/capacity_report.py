@@ -53,7 +53,7 @@ class Slope(NamedTuple):
 
 
 def slopes(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Coupling above chance per doubling of width and of the learning rate, for every
+    """Share above chance per doubling of width and of the learning rate, for every
     look.
 
     Rows: `of` width or rate; `at` one level of the other factor, or `all`, where the
@@ -126,14 +126,14 @@ def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
     print(spread_out(first, KIND, marks[1:], "{step:.0f}".format_map))
     for size, of_size in rows.groupby("size", sort=False):
         print(
-            f"\nCoupling above chance, (c − null) / (1 − null), {size}: means over "
+            f"\nShare above chance, (c − null) / (1 − null), {size}: means over "
             "seeds [their range]"
         )
         cell = "{above_chance:.3f} [{low:.3f}, {high:.3f}]".format_map
         print(spread_out(of_size, KIND, marks, cell))
     m = len(tables["slopes"])
     print(
-        "\nSlopes of coupling above chance per doubling, least squares over models: 95 "
+        "\nSlopes of the share above chance per doubling, least squares over models: 95 "
         "% t intervals\nwith HC2 and Bell and McCaffrey's df, and those that hold all "
         f"{m} at once (Bonferroni); at all: the other factor held fixed"
     )
@@ -141,7 +141,7 @@ def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
 
 
 def draw(measured: pandas.DataFrame) -> Figure:
-    """Coupling above chance against the learning rate: a row for each mark that some
+    """Share above chance against the learning rate: a row for each mark that some
     model reached, a column for each size, a line for each width, a point for each
     model.
     """
@@ -181,7 +181,7 @@ def draw(measured: pandas.DataFrame) -> Figure:
         ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         ax.minorticks_off()
         ax.set_xlabel("learning rate", fontsize="small")
-    figure.supylabel("coupling above chance", fontsize="small")
+    figure.supylabel("coupling: share above chance", fontsize="small")
     handles, names = grid[0, 0].get_legend_handles_labels()
     labels.plain_legend(
         figure,

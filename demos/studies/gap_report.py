@@ -63,8 +63,8 @@ ADJUSTMENTS = {
 
 
 def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Return one row per model and mark, of the first size, with the gap, coupling
-    above chance, and the step in octaves; `table` is of `matched_losses.table_of`.
+    """Return one row per model and mark, of the first size, with the gap, coupling's
+    share above chance, and the step in octaves; `table` is of `matched_losses.table_of`.
     """
     is_first = table["size"] == table["size"].iloc[0]
     is_coupling = table["measure"] == "coupling"
@@ -200,7 +200,7 @@ def report_of(table: pandas.DataFrame, n_draws: int) -> str:
     per_amount = n_subsets // table["n_tokens"].nunique()
     return "\n\n".join(
         [
-            "Gap between held-out and training loss in nats, coupling above chance, "
+            "Gap between held-out and training loss in nats, share above chance, "
             f"{table['size'].iloc[0]}, and step: means over subsets",
             spread_out(means[means["mark"].isin(marks)], CELL, marks, cell),
             power_of(table[is_first], per_amount, n_draws),
@@ -232,7 +232,7 @@ def draw(table: pandas.DataFrame) -> Figure:
         axes[0].set_title(f"{mark} nats", fontsize="small")
         for ax in axes:
             ax.tick_params(labelsize="small")
-    y_labels = ("gap, nats", "coupling above chance", "gap less mean")
+    y_labels = ("gap, nats", "coupling: share above chance", "gap less mean")
     for ax, label in zip(columns[0], y_labels, strict=True):
         ax.set_ylabel(label, fontsize="small")
     handles, names = [], []

@@ -193,13 +193,10 @@ def report(name: str, table: pandas.DataFrame) -> str:
     pairs = by_control(table, "covariation")
     coupling = by_control(table, "coupling")[OWN].to_numpy()
     first, middle = spans.iloc[0], spans.iloc[len(spans) // 2]
-    own = pairs[OWN].to_numpy()
     drawn = table[(table["measure"] == "covariation") & (table["control"] == TURNED)]
     of_turned = drawn.pivot_table(index="layer", columns="draw", values="value")
     above = int((pairs[OWN] > of_turned.max(axis=1)).sum())
     below = int((pairs[OWN] < of_turned.min(axis=1)).sum())
-    rho, p = shifted_p(coupling, own)
-    rho_within, p_within = shifted_p(without_depth(coupling), without_depth(own))
     shown = "  ".join(f"{control} {{:.3f}}" for control in (OWN, OTHER_PROMPTS, TURNED))
     controls = [OWN, OTHER_PROMPTS, TURNED]
     return "\n".join(
@@ -211,10 +208,32 @@ def report(name: str, table: pandas.DataFrame) -> str:
             + shown.format(*pairs[controls].mean()),
             f"  above all draws of turned blocks at {above} of {len(pairs)} pairs, below "
             f"all at {below}",
-            f"  with coupling over pairs: ρ {rho:+.2f} (p {p:.2f}), depth held fixed "
-            f"{rho_within:+.2f} (p {p_within:.2f})",
+            f"  defect above that of other prompts: {first[OWN] - first[OTHER_PROMPTS]:.3f}",
+            "  with coupling over pairs:",
+            *correlations_with(coupling, pairs),
         ]
     )
+
+
+def correlations_with(coupling: np.ndarray, pairs: pandas.DataFrame) -> list[str]:
+    """Return lines on ρ with coupling: of the blocks, of the noise of few prompts that
+    *other prompts* has too, and of what is above it.
+    """
+    covariations = {
+        OWN: pairs[OWN],
+        OTHER_PROMPTS: pairs[OTHER_PROMPTS],
+        f"{OWN} less {OTHER_PROMPTS}": pairs[OWN] - pairs[OTHER_PROMPTS],
+    }
+    lines = []
+    for name, values in covariations.items():
+        covariation = values.to_numpy()
+        rho, p = shifted_p(coupling, covariation)
+        within = shifted_p(without_depth(coupling), without_depth(covariation))
+        lines.append(
+            f"    {name}: ρ {rho:+.2f} (p {p:.2f}), depth held fixed "
+            f"{within[0]:+.2f} (p {within[1]:.2f})"
+        )
+    return lines
 
 
 def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:

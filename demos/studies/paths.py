@@ -11,6 +11,10 @@ one, for SmolLM2-135M-Instruct and its untrained twin, which stands on the same 
   token stands apart, because attention sinks into it and its stream grows in one step.
   Expodistance divides by the square of the mean growth, so it has a long tail: medians
   over tokens are compared, and then averaged over texts.
+- *growth*: expodistance without the first step, the last or both, and the shares of
+  variance that an exponential and a straight line explain of the stream's norm over
+  depth, with and without these steps. Asked after the first results, because the ends
+  of one prompt's paths were seen to make most of its expodistance.
 - *eigenvectors*: how much of the last token's stream x lies in the span of the ten
   leading eigenvectors of the block that reads it, of its ten left and of its ten right
   singular vectors; and how long J x is beside J applied to a random direction. x is an
@@ -19,7 +23,7 @@ one, for SmolLM2-135M-Instruct and its untrained twin, which stands on the same 
 
 If training did nothing, both models would have the same figures. Intervals are 95 % t
 intervals over texts. Results are one file for each part; what is there is not run
-again. Those that the findings cite are in `demos/studies/results/paths`. Five minutes
+again. Those that the findings cite are in `demos/studies/results/paths`. Six minutes
 of one core; `SMALL=1`: seconds, on fewer texts and blocks.
 """
 
@@ -47,6 +51,13 @@ LAYERS = slice(0, 2 if IS_SMALL else None)
 K = 10
 SMALLEST = 1e-5
 MEASURES = ("line_shape_score", "expodistance", "equidistance")
+# Depths of a path that has these steps.
+STEPS = {
+    "all": slice(None),
+    "but the first": slice(1, None),
+    "but the last": slice(None, -1),
+    "but both": slice(1, -1),
+}
 TWINS = {"trained": False, "untrained": True}
 
 
@@ -66,6 +77,30 @@ def shapes(model: nn.Module) -> Iterator[dict[str, float | str]]:
                 for name, of_tokens in values.items()
             }
             yield {"text": text, "tokens": tokens, **medians}
+
+
+def growth(model: nn.Module) -> Iterator[dict[str, float | str]]:
+    """Yield the medians over a text's tokens but the first, for each range of depths."""
+    for text in tqdm(distinct_texts(N_TEXTS), desc="texts"):
+        x = tlc.trace(model, text).residual[:, 1:]
+        for steps, depths in STEPS.items():
+            path = x[depths]
+            norms = path.double().norm(dim=-1).numpy()
+            medians = {
+                "expodistance": tlc.expodistance(path).median(),
+                "exponential_R2": np.median(line_fit(np.log(norms))),
+                "linear_R2": np.median(line_fit(norms)),
+            }
+            values = {name: float(median) for name, median in medians.items()}
+            yield {"text": text, "steps": steps, **values}
+
+
+def line_fit(
+    values: Float[np.ndarray, "n_depths n_tokens"],
+) -> Float[np.ndarray, " n_tokens"]:
+    """Return R² of the line through each token's values over depth."""
+    depths = np.arange(len(values))
+    return np.array([np.corrcoef(depths, each)[0, 1] ** 2 for each in values.T])
 
 
 def eigenvectors(model: nn.Module) -> Iterator[dict[str, float | str]]:
@@ -120,13 +155,18 @@ def share(direction: Float[np.ndarray, " d_model"], basis: np.ndarray) -> float:
 
 PARTS: dict[str, Callable[[nn.Module], Iterator[dict[str, float | str]]]] = {
     "shapes": shapes,
+    "growth": growth,
     "eigenvectors": eigenvectors,
 }
 
 
+# Of tokens, and of steps: what a part has several of.
+KINDS = ("tokens", "steps")
+
+
 def of_text(part: pandas.DataFrame) -> pandas.DataFrame:
     """Return one row for each model and text (and kind of token): means over layers."""
-    groups = [name for name in ("tokens", "model", "text") if name in part]
+    groups = [name for name in (*KINDS, "model", "text") if name in part]
     return part.groupby(groups, sort=False).mean(numeric_only=True).reset_index()
 
 
@@ -143,7 +183,7 @@ def show(folder: Path) -> None:
     """Print the means over texts of what is there."""
     for path in sorted(folder.glob("*.csv")):
         by_text = of_text(pandas.read_csv(path))
-        groups = [name for name in ("tokens", "model") if name in by_text]
+        groups = [name for name in (*KINDS, "model") if name in by_text]
         values = by_text.drop(columns=["text", "layer"], errors="ignore")
         print(f"\n{path.stem}: means over {by_text['text'].nunique()} texts [95 % t]")
         table = values.groupby(groups, sort=False).agg(interval)

@@ -39,7 +39,10 @@ CONTRASTS = (
 BAND = (0.02, 0.2)
 N_IN_BAND = 10
 OUTCOME = "held-out loss in the band"
+STEP = "step in the band"
 PRIMARY_CONTRASTS = CONTRASTS[:2]
+# Loss alone at these shares of the learning rate says what speed does to the outcome.
+SPEEDS = (0.8, 1.25)
 # The smallest effect of interest, in nats.
 MARGIN = 0.03
 MADE_OF = [
@@ -62,14 +65,17 @@ LOOKS = {
 
 
 def tables_of_part(table: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
-    """Return each model's outcomes, and coupling and losses on the way, means over seeds.
+    """Return each model's outcomes; coupling and losses on the way, of each seed and in
+    the mean over seeds.
 
     `table` has one row per model and step, of `treatment.table_of`.
     """
     along = [*CELL, "arm", "step"]
     shown = ["coupling", "loss_training", "loss_held_out"]
     curves = table.groupby(along, sort=False)[shown].mean().reset_index()
-    return {"models": models_of(table), "curves": curves}
+    # The outcome cannot be rebuilt from means.
+    seeds = table[[*CELL, "seed", "arm", "step", *shown]]
+    return {"models": models_of(table), "curves": curves, "seeds": seeds}
 
 
 def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
@@ -92,7 +98,7 @@ def outcomes_of(run: pandas.DataFrame, band: np.ndarray) -> dict[str, float]:
     steps = [crossing(run["step"], run["loss_training"], mark) for mark in band]
     in_band = {
         OUTCOME: at_steps(run, "loss_held_out", steps),
-        "step in the band": float(np.mean(steps)),
+        STEP: float(np.mean(steps)),
         "coupling in the band": at_steps(with_coupling, "coupling", steps),
     }
     facts = [
@@ -190,6 +196,47 @@ def all_signs(n: int) -> np.ndarray:
     return np.array(list(product((1.0, -1.0), repeat=n)))
 
 
+def slope_of_speed(models: pandas.DataFrame, speeds: tuple[float, ...]) -> float:
+    """Return nats of the outcome per step, between models of loss alone whose learning
+    rates differ: least squares of paired differences, through 0.
+    """
+    of_part = models[models["part"] == "speed"]
+    wide = of_part.pivot_table(index="seed", columns="arm", values=[OUTCOME, STEP])
+    differences = {
+        outcome: np.concatenate(
+            [
+                wide[outcome][f"{ALONE} × {speed:g}"] - wide[outcome][ALONE]
+                for speed in speeds
+            ]
+        )
+        for outcome in (OUTCOME, STEP)
+    }
+    steps = differences[STEP]
+    return float(steps @ differences[OUTCOME] / (steps @ steps))
+
+
+def adjusted_for_speed(
+    models: pandas.DataFrame, speeds: tuple[float, ...]
+) -> pandas.DataFrame:
+    """Return the contrasts of the outcome, less what their difference in steps does.
+
+    At equal training loss a slower model has a lower held-out loss. The slope is taken
+    as known, so intervals are somewhat too narrow.
+    """
+    slope = slope_of_speed(models, speeds)
+    of_part = models[models["part"] == "little"]
+    wide = of_part.pivot_table(index="seed", columns="arm", values=[OUTCOME, STEP])
+    rows = []
+    for arm, other in CONTRASTS[:6]:
+        loss, step = (
+            wide[outcome][arm] - wide[outcome][other] for outcome in (OUTCOME, STEP)
+        )
+        adjusted = (loss - slope * step).to_numpy()
+        row = {"contrast": f"{arm} − {other}", "steps behind": step.mean()}
+        rows.append(row | paired(adjusted))
+    return pandas.DataFrame(rows)
+
+
 def effect_of(rows: pandas.DataFrame, arm: str) -> str:
     """Return what a treatment does to the held-out loss: "lowers" or "raises" it,
     "placebos differ", "nothing" within the margin, or "not decided".
@@ -273,6 +320,15 @@ def print_report(models: pandas.DataFrame) -> None:
             print(f"  {outcome}")
             shown = of_outcome.drop(columns=[*CELL, "outcome"])
             print(readable(shown.dropna(axis=1, how="all")))
+    if {"little", "speed"} <= set(models["part"]):
+        for speeds in (SPEEDS, SPEEDS[:1]):
+            slope = slope_of_speed(models, speeds)
+            rates = " and ".join(f"{speed:g}" for speed in speeds)
+            print(
+                f"\nlittle: {OUTCOME}, less what speed does: {1000 * slope:.3f} nats per "
+                f"1,000 steps, from loss alone at {rates} of the rate"
+            )
+            print(readable(adjusted_for_speed(models, speeds)))
     if "little" in set(contrasts["part"]) and (contrasts["n"] > 1).all():
         print("\n" + sentence_of(contrasts))
 

@@ -22,8 +22,18 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 import tl_coupling
+from front_page import first_paragraph, front_page, heading, table
 from made import write
-from names import HOMES, ROOMS, at_the_top, documented, in_the_room, page_of
+from names import (
+    HOMES,
+    ROOMS,
+    at_the_top,
+    documented,
+    in_the_room,
+    page_of,
+    page_of_group,
+    plot_groups,
+)
 
 # What base classes from elsewhere bring is documented there.
 FOREIGN = "object, tuple, RuntimeError, ValueError, Exception, BaseException, Executor"
@@ -33,27 +43,21 @@ JOINED = "\N{INVISIBLE SEPARATOR}"
 
 def write_pages(app: Sphinx) -> None:
     """Return the sources of `docs/api`."""
-    pages = {"api/index": _index()}
+    pages = {"api/index": front_page()}
     for room in ROOMS:
         pages[f"api/{room}/index"] = _room(room)
         for name in at_the_top(room):
             thing = getattr(tl_coupling, name)
-            pages[page_of(name)] = _heading(name) + _directive(
+            pages[page_of(name)] = heading(name) + _directive(
                 f"tl_coupling.{name}", thing
             )
+    for title, names in plot_groups().items():
+        pages[page_of_group(title)] = _group_of_plots(title, names)
     for path in Path(app.srcdir, "api").rglob("*.rst"):
         if str(path.relative_to(app.srcdir).with_suffix("")) not in pages:
             path.unlink()
     for page, text in pages.items():
         write(Path(app.srcdir, f"{page}.rst"), text)
-
-
-def _heading(title: str, line: str = "=") -> str:
-    return f"{title}\n{line * len(title)}\n\n"
-
-
-def _first_paragraph(thing: Any) -> str:
-    return " ".join(inspect.cleandoc(thing.__doc__).split("\n\n")[0].split())
 
 
 def _directive(name: str, thing: Any) -> str:
@@ -65,68 +69,72 @@ def _directive(name: str, thing: Any) -> str:
     return f".. auto{kind}:: {name}\n{options}\n"
 
 
-def _table(names: list[str], module: Any) -> str:
-    """Names with the first paragraphs of their docstrings."""
-    rows = [
-        f"   * - `~{module.__name__}.{name}`\n     - {_first_paragraph(getattr(module, name))}\n"
+def _thumbnails(names: list[str]) -> str:
+    """Show what `plot_*` draw; each picture opens the plot's entry."""
+    lines = [
+        f"   {name}: {first_paragraph(getattr(tl_coupling.plots, name))}\n"
         for name in names
     ]
+    return ".. plots::\n   :reference:\n\n" + "".join(lines) + "\n"
+
+
+def _hidden_toctree(pages: list[str]) -> str:
     return (
-        ".. list-table::\n   :widths: 34 66\n   :class: names\n\n"
-        + "".join(rows)
+        ".. toctree::\n   :hidden:\n\n"
+        + "".join(f"   /{page}\n" for page in pages)
         + "\n"
     )
 
 
-def _overview(names: list[str], module: Any) -> str:
-    """Show what the `plot_*` draw, and list the other names."""
-    drawing = [name for name in names if name.startswith("plot_")]
-    others = [name for name in names if name not in drawing]
-    text = ""
-    if drawing:
-        lines = [
-            f"   {name}: {_first_paragraph(getattr(module, name))}\n"
-            for name in drawing
-        ]
-        text = ".. plots::\n   :reference:\n\n" + "".join(lines) + "\n"
-    return text + (_table(others, module) if others else "")
-
-
-def _index() -> str:
-    text = _heading("API reference")
-    text += (
-        "Names of the top level have a page of their own; the rest "
-        "of a room stands on the page of the room.\n\n"
+def _plots() -> str:
+    """Write the page of the plots: pictures by group, and the names that draw nothing."""
+    module = ROOMS["plots"]
+    others = [
+        name
+        for name in in_the_room("plots")
+        if page_of(f"{module.__name__}.{name}") == "api/plots/index"
+    ]
+    text = heading("plots") + f".. automodule:: {module.__name__}\n\n"
+    text += f".. currentmodule:: {module.__name__}\n\n"
+    for title, names in plot_groups().items():
+        text += heading(title, "-") + _thumbnails(names)
+    text += heading("Other names", "-") + table(others, module)
+    groups = [page_of_group(title) for title in plot_groups()]
+    text += _hidden_toctree(groups + [page_of(name) for name in at_the_top("plots")])
+    return text + "".join(
+        _directive(f"{module.__name__}.{name}", getattr(module, name))
+        for name in others
     )
-    text += ".. automodule:: tl_coupling\n\n"
-    for room, module in ROOMS.items():
-        text += (
-            _heading(room, "-") + f"{_first_paragraph(module)} `tl_coupling.{room}`\n\n"
-        )
-        if top := at_the_top(room):
-            text += _table(top, tl_coupling)
-    return (
-        text
-        + ".. toctree::\n   :hidden:\n\n"
-        + "".join(f"   {room}/index\n" for room in ROOMS)
+
+
+def _group_of_plots(title: str, names: list[str]) -> str:
+    """Write the page of a group of plots, but for those that have a page of their own."""
+    module = ROOMS["plots"]
+    text = heading(title) + f".. currentmodule:: {module.__name__}\n\n"
+    alone = [name for name in names if name in at_the_top("plots")]
+    if alone:
+        links = ", ".join(f"`tl_coupling.{name}`" for name in alone)
+        text += f"With pages of their own: {links}.\n\n"
+    return text + "".join(
+        _directive(f"{module.__name__}.{name}", getattr(module, name))
+        for name in names
+        if name not in alone
     )
 
 
 def _room(room: str) -> str:
+    if room == "plots":
+        return _plots()
     module, top, own = ROOMS[room], at_the_top(room), in_the_room(room)
     text = (
-        _heading(room)
+        heading(room)
         + f".. automodule:: {module.__name__}\n\n.. currentmodule:: {module.__name__}\n\n"
     )
     if top:
-        text += f".. rubric:: At the top level\n\n{_overview(top, tl_coupling)}"
-        text += (
-            ".. toctree::\n   :hidden:\n\n"
-            + "".join(f"   /{page_of(name)}\n" for name in top)
-            + "\n"
-        )
+        text += f".. rubric:: At the top level\n\n{table(top, tl_coupling)}"
+        text += _hidden_toctree([page_of(name) for name in top])
     if own:
-        text += f".. rubric:: In `tl_coupling.{room}`\n\n{_overview(own, module)}"
+        text += f".. rubric:: In `tl_coupling.{room}`\n\n{table(own, module)}"
     return text + "".join(
         _directive(f"{module.__name__}.{name}", getattr(module, name)) for name in own
     )

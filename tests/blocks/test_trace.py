@@ -132,7 +132,10 @@ def test_the_model_still_predicts_after_a_trace(model: nn.Module) -> None:
         ([0] * 33, "33 tokens, this model's context holds 32"),
         ([5, 100], r"must lie in \[0, 99\], got 5 … 100"),
         ([-1, 5], r"must lie in \[0, 99\]"),
-        (torch.zeros(2, 3, dtype=torch.long), "one prompt"),
+        (
+            torch.zeros(2, 3, dtype=torch.long),
+            r"one prompt; got shape \[2, 3\]: give each prompt by itself, unpadded",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_traced(
@@ -426,3 +429,31 @@ def test_a_model_that_fails_by_itself_says_how_it_was_called(
     with pytest.raises(ValueError, match=message) as refused:
         tlc.trace(model, tiny.TOKENS)
     assert "\n" not in str(refused.value)
+
+
+class StandInEnvoy:
+    """A module wrapped as nnsight does it: the envoy of a list walks through others."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __iter__(self) -> object:
+        return iter([StandInEnvoy(part) for part in self._module])
+
+
+def test_blocks_that_nnsight_wraps_are_its_modules() -> None:
+    network = tiny.huggingface_model("gpt2")
+    layers = network.transformer.h
+    ids = torch.tensor([tiny.TOKENS])
+
+    def run() -> object:
+        return network(ids, use_cache=False)
+
+    expected = tlc.trace_modules(layers, run)
+    for blocks in (StandInEnvoy(layers), [StandInEnvoy(layer) for layer in layers]):
+        trace = tlc.trace_modules(blocks, run)
+        assert torch.equal(trace.residual, expected.residual)
+        digest = trace.provenance["weights_digest"]
+        assert digest == expected.provenance["weights_digest"]
+    with pytest.raises(TypeError, match=r"got one GPT2Block: give them in a list"):
+        tlc.trace_modules(StandInEnvoy(layers[0]), run)

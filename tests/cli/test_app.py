@@ -1,5 +1,6 @@
 """What `--help` prints on a screen of 80 characters, and how soon."""
 
+import re
 import shlex
 import subprocess
 import sys
@@ -78,3 +79,53 @@ def test_help_imports_neither_torch_nor_any_command() -> None:
     loaded = set(printed.split())
     assert not {"torch", "matplotlib", "xarray", "tl_coupling.cli.depth"} & loaded
     assert "typer" in loaded
+
+
+def sections(text: str) -> dict[str, list[str]]:
+    """Return the options of a help text by the heading above them."""
+    by_heading: dict[str, list[str]] = {}
+    _, options_heading, below = text.partition("\nOptions:\n")
+    for line in (options_heading + below).splitlines():
+        if re.fullmatch(r"\S.*:", line):
+            options = by_heading.setdefault(line.removesuffix(":"), [])
+        elif line.startswith("  --"):
+            options.append(line.split()[0].lstrip("-"))
+    return by_heading
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_the_commands_own_options_and_then_those_for_the_model(
+    call, command: str
+) -> None:
+    text = call(command, "--help").out
+    listed = sections(text)
+    own = set(listed["Options"])
+    assert {"out", "help"} <= own
+    # Written out: these say which weights are loaded, where and how, and how they read.
+    for_the_model = [
+        "model",
+        "checkpoint",
+        "label",
+        "backend",
+        "device",
+        "prepend-bos",
+        "final-norm",
+        "dtype",
+        "quantization",
+        "memory",
+    ]
+    if command == "generalization":
+        # It loads no model; its checkpoint is a row of a survey.
+        assert list(listed) == ["Options"]
+        return
+    assert list(listed) == ["Options", "Options for the model"]
+    assert set(listed["Options for the model"]) <= set(for_the_model)
+    assert {"backend", "model"} <= set(listed["Options for the model"])
+    assert not own & set(for_the_model)
+    # None is lost, and none is there twice.
+    group = typer.main.get_group(app)
+    context = group.make_context("tl-coupling", [command])
+    parsed = group.get_command(context, command)
+    shown = [name for names in listed.values() for name in names]
+    expected = [option.opts[0].lstrip("-") for option in parsed.get_params(context)]
+    assert sorted(shown) == sorted(expected)

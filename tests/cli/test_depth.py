@@ -312,6 +312,14 @@ def test_every_choice_in_one_table(call, folder_model: Path, tmp_path: Path) -> 
     assert summary["null"]["2"] == pytest.approx(result.null(2, off_diagonal=False))
     low, high = summary["null_interval"]["2"]
     assert low < summary["null"]["2"] < high
+    p = result.null_p(2, off_diagonal=False)
+    assert summary["null_p"]["trained"]["2"] == p
+    p_of_twin = summary["null_p"]["untrained"]["2"]
+    # Below the table, with the test.
+    shown = " ".join(done.out.split())
+    assert f"p of so large a mean: {p:.2g} (k = 2)" in shown
+    assert f"p of the mean of untrained: {p_of_twin:.2g} (k = 2)" in shown
+    assert "random subspaces, one-sided, all prompts as one draw" in shown
     assert "mean over all pairs of layers, l = l' among them" in " ".join(
         done.out.split()
     )

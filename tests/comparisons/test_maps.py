@@ -320,9 +320,47 @@ def test_layers_that_share_all_directions_have_the_smallest_p():
     assert alike.null_p(3) == 1 / 8001
 
 
+def test_all_is_chance_where_every_matrix_is_diagonal():
+    """At k = 1: the random means and the mean are 1, but for rounding."""
+    for seed in range(5):
+        assert random_map(layers=(0, 1, 2), seed=seed).null_p(1) == 1
+    narrow = random_map(layers=(0, 1, 2))
+    single = dataclasses.replace(narrow, matrices=narrow.matrices.float())
+    assert single.chance(1).p == 1
+
+
+def test_two_layers_know_no_smaller_p_than_their_draws():
+    """They compare the same frames: each of their means is one of 800 draws."""
+    alike = random_map(layers=(0, 1))
+    same = torch.eye(alike.k).expand(2, 2, -1, -1).clone()
+    assert dataclasses.replace(alike, matrices=same).null_p(3) == 1 / 801
+
+
+def test_a_single_connection_leaves_nothing_to_chance():
+    single = random_map(layers=(0,))
+    for table in (
+        single.table([3]),
+        random_map(layers=(0, 1)).table([3], chances={}),
+    ):
+        assert table.caption.endswith("\nnull: random subspaces")
+
+
 def test_a_mean_that_is_undefined_has_no_p():
     random = random_map(layers=(0, 1))
     # Singular vectors in which the other layer does nothing.
     nothing = dataclasses.replace(random, matrices=torch.zeros_like(random.matrices))
     with pytest.warns(UserWarning, match="undefined"):
         assert math.isnan(nothing.null_p(2))
+
+
+def test_a_k_that_a_map_does_not_hold_is_one_to_compute(result: CouplingMap) -> None:
+    for read in (result.mean, result.coupling, result.null):
+        with pytest.raises(
+            ValueError,
+            match=r"^`k` must lie in \[1, 6\] \(the number of singular vectors\), got 10: "
+            r"the result holds no more, compute it with `k=10`$",
+        ):
+            read(10)
+    # More than the model's width cannot be computed either.
+    with pytest.raises(ValueError, match=r"singular vectors\), got 99$"):
+        result.mean(99)

@@ -284,6 +284,137 @@ def test_the_interval_holds_means_over_prompts_of_one_set_of_frames(n_layers):
     assert np.mean(inside) > 0.92
 
 
+def of_all_pairs(J, U, V):
+    """Coupling of every pair, by numpy: rows are the J_1, columns the frames."""
+    A = U.transpose(0, 2, 1) @ J[:, None] @ V
+    off = np.linalg.norm(A * (1 - np.eye(A.shape[-1])), axis=(-2, -1))
+    return 1 - off / np.linalg.norm(A, axis=(-2, -1))
+
+
+def frames_of(J, k):
+    """The top singular vectors of each, by numpy."""
+    U, _, Vh = np.linalg.svd(J)
+    return U[..., :k], Vh[:, :k].transpose(0, 2, 1)
+
+
+def haar_frames(shape, rng):
+    """Uniform orthogonal matrices, by numpy."""
+    Q, R = np.linalg.qr(rng.normal(size=(*shape, shape[-1])))
+    return Q * np.sign(np.diagonal(R, axis1=-2, axis2=-1))[..., None, :]
+
+
+@pytest.mark.parametrize("within", ["pairs", "spans"])
+@pytest.mark.parametrize("same_frames", [True, False])
+def test_the_interval_within_spans_is_that_of_frames_turned_by_numpy(
+    within, same_frames
+):
+    """Where all prompts have the same frames, the interval has the quantiles of means
+    with random turns; where they have not, it has 95 % of them or more.
+    """
+    rng = np.random.default_rng(0)
+    n_layers, k, d, n_prompts = 4, 3, 12, 3
+    first = rng.normal(size=(n_layers, d, d))
+    J = [
+        # Coupling does not depend on the scale of a layer.
+        first * rng.uniform(0.5, 2, (n_layers, 1, 1))
+        if same_frames
+        else first + rng.normal(size=first.shape)
+        for _ in range(n_prompts)
+    ]
+    maps = [tlc.comparisons.jacobian_coupling(torch.from_numpy(x), k) for x in J]
+    mean = MeanCouplingMap.over(maps, within_ks=[k])
+    low, high = mean.null_interval(k, within=within)
+    frames = [frames_of(x, k) for x in J]
+    different = ~np.eye(n_layers, dtype=bool)
+    turned_means = []
+    for _ in range(1500):
+        # All prompts of a layer are turned alike.
+        left, right = haar_frames((2, n_layers, k), rng)
+        if within == "pairs":
+            right = left
+        prompt_means = [
+            of_all_pairs(x, U @ left, V @ right)[different].mean()
+            for x, (U, V) in zip(J, frames, strict=True)
+        ]
+        turned_means.append(np.mean(prompt_means))
+    inside = np.mean([low < value < high for value in turned_means])
+    if same_frames:
+        expected = np.quantile(turned_means, [0.025, 0.975])
+        width = expected[1] - expected[0]
+        np.testing.assert_allclose([low, high], expected, atol=0.08 * width)
+        # As wide as that of one prompt: it is the same draw of frames.
+        low_of_one, high_of_one = maps[0].null_interval(k, within=within)
+        assert high - low == pytest.approx(high_of_one - low_of_one, rel=0.1)
+    else:
+        assert inside >= 0.95
+    measured = np.mean(
+        [
+            of_all_pairs(x, U, V)[different].mean()
+            for x, (U, V) in zip(J, frames, strict=True)
+        ]
+    )
+    share = np.mean(np.array(turned_means) >= measured)
+    p = mean.null_p(k, within=within)
+    # Further from chance, the p of what may rise and fall together is nearer to .5.
+    assert abs(p - 0.5) <= abs(share - 0.5) + 0.05
+
+
+@pytest.mark.parametrize("n_layers", [2, 4])
+def test_prompts_of_one_set_of_frames_rarely_have_a_small_p(n_layers):
+    """Models of chance by numpy, four prompts each: p is no smaller for their number."""
+    rng = np.random.default_rng(1)
+    k, d, n_prompts = 3, 12, 4
+    ps = []
+    for _ in range(60):
+        frames = [(haar(d, rng), haar(d, rng)) for _ in range(n_layers)]
+        maps = []
+        for _ in range(n_prompts):
+            S = np.sort(rng.uniform(0.8, 1.2, d) * np.geomspace(1, 0.1, d))[::-1]
+            J = np.stack([(U * S) @ V.T for U, V in frames])
+            maps.append(tlc.comparisons.jacobian_coupling(torch.from_numpy(J), k))
+        ps.append(MeanCouplingMap.over(maps).null_p(k))
+    share = np.mean(np.array(ps) < 0.1)
+    assert share < 0.1 + 3 * math.sqrt(0.1 * 0.9 / len(ps))
+    # And not always 1.
+    assert 0.2 < np.median(ps) < 0.8
+
+
+def test_nulls_within_spans_are_means_over_the_prompts(maps, tmp_path):
+    mean = MeanCouplingMap.over(maps, within_ks=[3, 2])
+    loaded = CouplingMap.load(mean.save(tmp_path / "mean.nc"))
+    for measure in ("coupling", "spectral_miscoupling"):
+        for within in ("spans", "pairs"):
+            for k in (2, 3):
+                nulls = [of_one.null(k, measure, within=within) for of_one in maps]
+                null = mean.null(k, measure, within=within)
+                assert null == pytest.approx(np.mean(nulls), rel=1e-5)
+                assert loaded.null(k, measure, within=within) == null
+                assert loaded.chance(k, measure, within=within) == mean.chance(
+                    k, measure, within=within
+                )
+    with pytest.raises(
+        ValueError, match=r"at k in \[3, 2\], got within='pairs' at k = 4"
+    ):
+        mean.null(4, within="pairs")
+    with pytest.raises(ValueError, match="holds 800 draws, got `n_draws=50`"):
+        mean.null_interval(2, within="pairs", n_draws=50)
+    with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\]"):
+        MeanCouplingMap.over(maps, within_ks=[K + 1])
+
+
+def test_tokens_have_no_null_within_spans(model):
+    trace = tlc.trace(model, PROMPTS[2])
+    with pytest.raises(ValueError, match="are of maps at one token, got means over"):
+        tlc.mean_depth_coupling([trace], K, "all", within_ks=[2])
+
+
+def test_a_mean_says_its_p_and_which_test(mean, maps):
+    for result, prompts in ((mean, ", all prompts as one draw"), (maps[0], "")):
+        test = f"random subspaces, one-sided{prompts}"
+        p = result.null_p(3)
+        assert result.table([3]).caption.endswith(f": {p:.2g} (k = 3); {test}")
+
+
 def test_a_map_of_one_prompt_is_no_mean(maps, mean, tmp_path):
     path = maps[0].save(tmp_path / "map.nc")
     with pytest.raises(
@@ -309,10 +440,12 @@ def test_what_has_no_mean(maps, mean):
             MeanCouplingMap.over(wrong_maps)
     with pytest.raises(ValueError, match="holds p=2 and absolute=False"):
         mean.spectral_miscoupling(2, p=1)
-    with pytest.raises(
-        ValueError, match="holds the null 'space' only, got within='pairs'"
-    ):
-        mean.null(2, within="pairs")
+    for ask in (mean.null, mean.null_interval, mean.null_p):
+        with pytest.raises(
+            ValueError,
+            match="holds the null 'space' only, got within='pairs' at k = 2: give `within_ks",
+        ):
+            ask(2, within="pairs")
     with pytest.raises(ValueError, match=rf"`k` must lie in \[1, {K}\]"):
         mean.spread(K + 1)
 
@@ -485,11 +618,15 @@ def test_a_short_table_says_what_the_methods_give(mean, maps) -> None:
         value = mean.mean(int(k), off_diagonal=False)
         assert coupling == f"{value:.3f} ± {spread:.3f} [{low:.3f}, {high:.3f}]"
         assert null == f"{mean.null(int(k), off_diagonal=False):.3f}"
+        p = mean.null_p(int(k), off_diagonal=False)
+        assert f"{p:.2g} (k = {k})" in table.caption
     low, high = intervals[3]
     assert f"{low:.3f} to {high:.3f} (k = 3)" in table.caption
     assert f"{len(maps)} prompts" in table.caption
     of_one_prompt = maps[0].table([3])
     assert of_one_prompt.rows[0][1] == f"{maps[0].mean(3):.3f}"
+    low, high = maps[0].null_interval(3)
+    assert f"{low:.3f} to {high:.3f} (k = 3)" in of_one_prompt.caption
 
 
 def test_the_table_of_a_mean_has_its_spread(mean: MeanCouplingMap) -> None:
@@ -642,3 +779,29 @@ def test_a_map_that_is_not_finite_has_no_mean_and_no_null(maps, name) -> None:
         with pytest.raises(ValueError, match="NaN or infinite entries") as error:
             call()
         assert "\n" not in str(error.value)
+
+
+def test_means_of_two_classes_of_prompts_have_titles_of_their_own(maps, model):
+    first = MeanCouplingMap.over(maps[:2])
+    second = MeanCouplingMap.over(maps[2:])
+    ending = "mean over pairs of different layers and prompts, {}"
+    assert first.table().title.endswith(ending.format("“w3 w14 w15 w92”, “w65 w35”"))
+    assert second.table().title.endswith(
+        ending.format("“w89 w79 w3 w2 w3 w8”, “w46 w26 w43”")
+    )
+    of_all = MeanCouplingMap.over(maps)
+    assert of_all.table().title.endswith(
+        ending.format("“w3 w14 w15 w92” … “w46 w26 w43”")
+    )
+
+
+def test_prompts_of_token_ids_are_named_in_a_mean(model):
+    prompts = ([3, 14, 15], [92, 65])
+    by_ids = tlc.mean_depth_coupling([tlc.trace(model, ids) for ids in prompts], k=2)
+    assert by_ids.provenance["prompts"] == ["w3w14w15", "w92w65"]
+    hf_model = tiny.huggingface_model("llama")
+    wordless = tlc.mean_depth_coupling(
+        [tlc.trace(hf_model, ids) for ids in prompts], k=2
+    )
+    # Without a tokenizer there are only numbers.
+    assert wordless.provenance["prompts"] == ["3 14 15", "92 65"]

@@ -152,3 +152,20 @@ def test_a_measure_is_undefined_in_a_mean_where_it_is_for_one_prompt(traces):
     torch.testing.assert_close(
         values, A.mean(0).where((A >= 0).all(0), torch.nan), equal_nan=True
     )
+
+
+@pytest.mark.parametrize("within", ["spans", "pairs"])
+def test_a_mean_holds_their_nulls_within_spans(traces, within):
+    """Of draws, as wide as those of the name, and in its middle but for their error."""
+    own = own_measures.WRITTEN_OUT["coupling"]
+    mean = tlc.mean_depth_coupling(traces, K, measures=[own], within_ks=[3])
+    low, high = mean.null_interval(3, own, within=within)
+    named = mean.null_interval(3, within=within)
+    assert high - low == pytest.approx(named[1] - named[0], rel=0.1)
+    null, closed = (
+        mean.null(3, measure, within=within) for measure in (own, "coupling")
+    )
+    assert low < null < high
+    assert abs(null - closed) < (high - low) / 4
+    with pytest.raises(ValueError, match=r"those within spans at k in \[3\]"):
+        mean.null(2, own, within=within)

@@ -115,6 +115,40 @@ def test_contrasts_are_paired_t_intervals_and_sign_changes():
     assert report.paired(few)["p"] == pytest.approx(expected.pvalue)
 
 
+def test_a_slower_arm_is_compared_less_what_speed_does():
+    """Planted: .001 nats lower with each step, whatever the arm."""
+    rng = np.random.default_rng(0)
+    rows = []
+    arms = {"little": ARMS, "speed": [f"{report.ALONE}{s}" for s in ("", " × 0.8")]}
+    for part, of_part in arms.items():
+        for arm in of_part:
+            for seed in range(8):
+                step = 100 + 50 * (arm in ("up", f"{report.ALONE} × 0.8"))
+                step += rng.integers(0, 9)
+                loss = 3 - 0.001 * step + 0.02 * (arm == "twisted up")
+                row = {report.OUTCOME: loss, report.STEP: float(step)}
+                rows.append(row | {"part": part, "arm": arm, "seed": seed})
+    models = pandas.DataFrame(rows)
+    assert report.slope_of_speed(models, (0.8,)) == pytest.approx(-0.001)
+    adjusted = report.adjusted_for_speed(models, (0.8,)).set_index("contrast")
+    expected = {
+        "up − placebo up": 0,
+        "up − twisted up": -0.02,
+        "down − placebo down": 0,
+    }
+    for contrast, difference in expected.items():
+        assert adjusted.loc[contrast, "difference"] == pytest.approx(difference)
+    assert 40 < adjusted.loc["up − placebo up", "steps behind"] < 60
+
+
+def test_losses_of_each_seed_are_kept():
+    table = planted({})
+    kept = report.tables_of_part(table)["seeds"]
+    assert len(kept) == N_SEEDS * len(ARMS) * len(STEPS)
+    again = kept.merge(table, on=["seed", "arm", "step"])
+    assert (again["loss_held_out_x"] == again["loss_held_out_y"]).all()
+
+
 def test_the_outcome_is_the_mean_over_the_band_above_the_worst_last_loss():
     table = planted({}, noise=0)
     # One arm learns more slowly: the band lies above where it ends.

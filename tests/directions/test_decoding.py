@@ -467,3 +467,14 @@ def test_what_a_subspace_cannot_have_is_refused(trace, subspace):
         subspace.directions(layer=2)
     with pytest.raises(ValueError, match="at most 3, the number of directions"):
         tlc.directions.decode(trace, subspace, k=4)
+
+
+def test_above_a_control_are_those_above_its_largest_draw(tiny_trace):
+    decoded = tlc.directions.decode(tiny_trace, 1, k=3, n_draws=4)
+    largest = float(decoded.control_kurtosis[0, 2].max())
+    kurtosis = decoded.kurtosis.clone()
+    # Above, as large as a draw, and not known.
+    kurtosis[2] = torch.tensor([largest + 0.1, largest, torch.nan])
+    planted = dataclasses.replace(decoded, kurtosis=kurtosis)
+    assert planted.above_control(2) == [0]
+    assert planted.above_control(2, "other_prompts") == []

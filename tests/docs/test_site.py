@@ -191,7 +191,7 @@ def test_every_public_name_is_where_the_rule_says():
 
 
 def test_parameters_with_one_description_are_one_entry():
-    text = (SITE / "api/plots/index.html").read_text()
+    text = (SITE / "api/plots/training.html").read_text()
     assert "<strong>checkpoints, k, measure</strong> – as in" in text
 
 

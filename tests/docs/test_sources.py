@@ -147,6 +147,28 @@ def test_notebooks_open_on_colab_and_install_there_only(path):
     assert not [source for source in others if "pip install" in source]
 
 
+GROUPS_OF_PLOTS = [
+    "layers",
+    "tokens-and-their-paths",
+    "heads-mlps-and-products-of-blocks",
+    "directions",
+    "training",
+    "many-models",
+]
+
+
+def test_every_plot_is_in_one_group_which_is_that_of_the_gallery():
+    names = module("names")
+    groups = names.plot_groups()
+    assert [names.page_of_group(heading) for heading in groups] == [
+        f"api/plots/{group}" for group in GROUPS_OF_PLOTS
+    ]
+    grouped = [name for listed in groups.values() for name in listed]
+    plots = [name.rpartition(".")[2] for name in public_names() if ".plot_" in name]
+    assert sorted(grouped) == sorted(plots)
+    assert names.page_of("tl_coupling.plots.plot_steering") == "api/plots/directions"
+
+
 def test_every_public_name_has_a_page():
     pages = module("names").documented()
     assert pages.keys() == public_names().keys()
@@ -154,8 +176,29 @@ def test_every_public_name_has_a_page():
     # Also where file systems do not tell capitals.
     assert len({page.lower() for page in of_their_own}) == len(of_their_own)
     rooms = {f"api/{room}/index" for room in ROOMS}
-    assert {page for page in pages.values() if page not in of_their_own} <= rooms
+    groups = {page for name, page in pages.items() if ".plots.plot_" in name}
+    assert groups <= {f"api/plots/{group}" for group in GROUPS_OF_PLOTS}
+    assert {page for page in pages.values() if page not in of_their_own} <= (
+        rooms | groups
+    )
     assert {page.rpartition("/")[0] + "/index" for page in of_their_own} <= rooms
+
+
+def test_the_reference_begins_with_the_front_and_has_each_name_once() -> None:
+    page = module("front_page")
+    text = page.front_page()
+    listed = re.findall(r"`~(tl_coupling\.[\w.]+)`", text)
+    assert listed[:20] == [f"tl_coupling.{name}" for name in tlc._FRONT]
+    assert sorted(listed) == sorted(public_names())
+    # By task: each room stands under one.
+    rooms_of_tasks = [room for rooms in page.TASKS.values() for room in rooms]
+    assert sorted(rooms_of_tasks) == sorted(ROOMS)
+    headings = re.findall(r"^(.+)\n(=+|-+|~+)$", text, re.MULTILINE)
+    assert [title for title, _ in headings[:2]] == [
+        "API reference",
+        next(iter(page.TASKS)),
+    ]
+    assert all(len(title) == len(line) for title, line in headings)
 
 
 @pytest.mark.long("draws the rooms")

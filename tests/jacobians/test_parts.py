@@ -2,13 +2,14 @@
 parts held constant, and against the whole.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 import tiny
 import tl_coupling as tlc
@@ -119,6 +120,31 @@ def test_heads_of_huggingface_modules_are_those_of_a_bridge(
         assert relative_error(parts[label], expected[label], J) < 5e-6, label
 
 
+def test_experts_are_the_same_by_the_product_that_stands_in_for_torchs(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.9 torch has none for groups, and transformers takes its own."""
+    model = tiny.bridge(tiny.huggingface_model("mixtral"), tokenizer_folder)
+    expected = tlc.block_parts(tlc.trace(model, tiny.TOKENS), LAYER)
+    frozen = tlc.dynamics.frozen_jacobian(tlc.trace(model, tiny.TOKENS), LAYER)
+    calls = []
+
+    def has_none(*arguments: Tensor) -> bool:
+        calls.append(arguments)
+        return False
+
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", has_none)
+    trace = tlc.trace(model, tiny.TOKENS)
+    parts = tlc.block_parts(trace, LAYER)
+    assert calls
+    assert parts.labels == expected.labels
+    J = expected.matrices.sum(0)
+    for label in parts.labels:
+        assert relative_error(parts[label], expected[label], J) < 5e-6, label
+    again = tlc.dynamics.frozen_jacobian(trace, LAYER)
+    assert relative_error(again, frozen, frozen) < 5e-6
+
+
 def test_last_term_is_the_product_of_the_others(tiny_trace: tlc.Trace) -> None:
     parts = tlc.block_parts(tiny_trace, 0, position=3)
     attention = sum(parts[f"L0H{head}"] for head in range(4))
@@ -169,3 +195,127 @@ def test_a_block_that_is_zero_is_said_to_be_zero(tokenizer_folder: Path) -> None
     with pytest.raises(ValueError, match="one attention that writes to the stream"):
         tlc.block_parts(trace, 1)
     assert (tlc.dynamics.leading_eigenvalues(trace, 0, 3) == 0).all()
+
+
+class NanoBlock(nn.Module):
+    """A block as nanoGPT writes it: a fused projection, and attention by torch's own
+    function, which knows the mask; with fewer keys than queries it shares them too.
+    """
+
+    def __init__(self, n_keys: int) -> None:
+        super().__init__()
+        self.sizes = [16, 4 * n_keys, 4 * n_keys]
+        self.ln_1 = nn.LayerNorm(16)
+        self.c_attn = nn.Linear(16, sum(self.sizes))
+        self.c_proj = nn.Linear(16, 16)
+        self.ln_2 = nn.LayerNorm(16)
+        self.mlp = nn.Sequential(nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 16))
+
+    def forward(self, X: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for part in self.c_attn(self.ln_1(X)).split(self.sizes, dim=-1)
+        )
+        z = nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.sizes[1] < 16
+        )
+        X = X + self.c_proj(z.transpose(1, 2).flatten(2))
+        return X + self.mlp(self.ln_2(X))
+
+    def head(self, X: Tensor, t: int, head: int) -> Tensor:
+        """What a head adds at token t: loops and a softmax, for one sequence."""
+        projected = self.c_attn(self.ln_1(X))
+        q, k, v = projected.split(self.sizes, dim=-1)
+        # Neighbours share their keys and values.
+        shared = head * self.sizes[1] // 16
+        of_head, of_keys = (
+            slice(4 * head, 4 * head + 4),
+            slice(4 * shared, 4 * shared + 4),
+        )
+        scores = torch.stack([q[t, of_head] @ k[s, of_keys] / 2 for s in range(t + 1)])
+        pattern = scores.softmax(0)
+        z = sum(pattern[s] * v[s, of_keys] for s in range(t + 1))
+        return self.c_proj.weight[:, of_head] @ z
+
+    def parts(self, X: Tensor, t: int) -> dict[str, Tensor]:
+        """Jacobians of what each part adds, by autograd, with the others constant."""
+
+        def stream(x: Tensor) -> Tensor:
+            return torch.cat([X[:t], x[None], X[t + 1 :]])
+
+        def attention(x: Tensor) -> Tensor:
+            heads = sum(self.head(stream(x), t, head) for head in range(4))
+            return heads + self.c_proj.bias
+
+        def derivative(f: Callable[[Tensor], Tensor]) -> Tensor:
+            return torch.autograd.functional.jacobian(f, X[t])
+
+        def mlp(x: Tensor) -> Tensor:
+            return self.mlp(self.ln_2(x))
+
+        added = attention(X[t]).detach()
+        heads = {
+            f"H{i}": derivative(lambda x, i=i: self.head(stream(x), t, i))
+            for i in range(4)
+        }
+        return heads | {
+            "mlp_out": derivative(lambda x: mlp(x + added)),
+            "mlp∘attn": derivative(lambda x: mlp(X[t] + attention(x))),
+        }
+
+
+@pytest.fixture(params=[4, 2, 1], ids=["is_causal", "enable_gqa", "one key"])
+def nano(request: pytest.FixtureRequest) -> tuple[list[NanoBlock], tlc.Trace]:
+    torch.manual_seed(3)
+    blocks = [NanoBlock(request.param).double() for _ in range(2)]
+    X = torch.randn(1, 6, 16, dtype=torch.float64)
+    network = nn.Sequential(*blocks)
+    return blocks, tlc.trace_modules(blocks, lambda: network(X))
+
+
+@pytest.mark.parametrize("position", [5, 2])
+def test_parts_of_nanogpt_are_autograds(
+    nano: tuple[list[NanoBlock], tlc.Trace], position: int
+) -> None:
+    blocks, trace = nano
+    for layer, block in enumerate(blocks):
+        parts = tlc.block_parts(trace, layer, position)
+        expected = block.parts(trace.residual[layer], position)
+        assert len(parts.labels) == len(expected)
+        for label, J in zip(parts.labels, parts.matrices, strict=True):
+            part = label.removeprefix(f"L{layer}").removeprefix(f"{layer}_")
+            torch.testing.assert_close(J, expected[part], rtol=1e-9, atol=1e-11)
+        # No more expensive way than for other blocks.
+        _, way = trace.blocks[layer].jacobian(position, position)
+        assert way == "token_local_recorded"
+    assert trace.provenance["remarks"] == []
+
+
+def test_carriers_and_heads_of_nanogpt_are_those_of_autograds_parts(
+    nano: tuple[list[NanoBlock], tlc.Trace],
+) -> None:
+    blocks, trace = nano
+    parts = [block.parts(trace.residual[i], 5) for i, block in enumerate(blocks)]
+    carried = tlc.carriers(trace, k=3, n_draws=2)
+    J = [sum(of_block.values()) for of_block in parts]
+    for row, col in ((0, 1), (1, 0)):
+        U, _, Vh = torch.linalg.svd(J[col])
+        A = U[:, :3].mT @ J[row] @ Vh[:3].mT
+        for place, (label, J_c) in enumerate(parts[row].items()):
+            assert carried.labels[place] == label
+            A_c = U[:, :3].mT @ J_c @ Vh[:3].mT
+            share = (A_c * A).sum() / A.square().sum()
+            assert float(carried.energy_share[row, col, place]) == pytest.approx(
+                float(share), abs=1e-6
+            )
+    coupled = tlc.comparisons.head_coupling(trace, k=2)
+    heads = [of_block[f"H{i}"] for of_block in parts for i in range(4)]
+    for row, J_1 in enumerate(heads):
+        for col, J_2 in enumerate(heads):
+            U, _, Vh = torch.linalg.svd(J_2)
+            A = U[:, :2].mT @ J_1 @ Vh[:2].mT
+            off_diagonal = A - A.diagonal().diag()
+            expected = 1 - float(off_diagonal.norm() / A.norm())
+            assert float(coupled.coupling[row, col]) == pytest.approx(
+                expected, abs=1e-6
+            )

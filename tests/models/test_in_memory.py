@@ -237,3 +237,69 @@ def test_learned_tokens_before_the_prompt_are_refused() -> None:
     model = peft.get_peft_model(tiny.huggingface_model("gpt2"), config)
     with pytest.raises(tlc.ModelError, match="puts learned tokens before each prompt"):
         tlc.trace(model, IDS)
+
+
+def test_a_model_that_is_given_as_a_name_is_sent_to_its_argument() -> None:
+    with pytest.raises(TypeError, match=r"got LlamaForCausalLM: .* into `hf_model=`"):
+        tlc.load_model(tiny.huggingface_model("llama"))
+
+
+def test_an_encoder_decoder_model_is_refused_and_its_stacks_are_measured() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=100, **shape)).eval()
+    refused = r"is an encoder–decoder .* \(`tl_coupling.trace_modules` takes the blocks"
+    with pytest.raises(tlc.ModelError, match=refused):
+        tlc.trace(model, IDS)
+    with pytest.raises(tlc.ModelError, match=refused):
+        tlc.load_model(hf_model=model)
+    ids = torch.tensor([IDS])
+
+    def run() -> object:
+        return model(input_ids=ids, decoder_input_ids=ids)
+
+    for stack in (model.encoder, model.decoder):
+        trace = tlc.trace_modules(list(stack.block), run)
+        # T5's attention takes its tokens apart in a way that no single row has.
+        with pytest.warns(UserWarning, match="a more expensive way was used"):
+            measured = coupling(trace)
+        assert measured.isfinite().all()
+
+
+def test_a_model_without_weights_is_refused_by_name() -> None:
+    weightless = tiny.huggingface_model("llama").to("meta")
+    refused = r"`model\.embed_tokens\.weight` is on the device meta.*: load them"
+    with pytest.raises(tlc.ModelError, match=f"^LlamaForCausalLM must .* {refused}"):
+        tlc.trace(weightless, IDS)
+    with pytest.raises(tlc.ModelError, match=refused):
+        tlc.load_model(hf_model=weightless)
+    blocks = weightless.model.layers
+    ids = torch.tensor([IDS], device="meta")
+    with pytest.raises(tlc.ModelError, match=r"^`blocks` must have weights, `0\."):
+        tlc.trace_modules(blocks, lambda: weightless(ids))
+
+
+def test_a_bridge_of_transformer_lens_rewires_the_model_that_it_gets(
+    tmp_path: Path,
+) -> None:
+    """What the pages on training and on fine-tuned models warn of; where it no longer
+    does, they can say so.
+    """
+    import transformer_lens.model_bridge.sources.transformers  # noqa: F401
+    from transformer_lens.model_bridge import TransformerBridge
+
+    from tl_coupling.models.tokenization import wordless_tokenizer
+
+    model = tiny.huggingface_model("llama")
+    modules = dict(model.named_modules())
+    tlc.trace(tlc.load_model(hf_model=model), IDS)
+    assert dict(model.named_modules()) == modules
+    model.config.architectures = ["LlamaForCausalLM"]
+    TransformerBridge.boot_transformers(
+        "local/x", hf_model=model, tokenizer=wordless_tokenizer(), device="cpu"
+    )
+    assert dict(model.named_modules()) != modules
+    with pytest.raises(RuntimeError, match="shared tensors"):
+        model.save_pretrained(tmp_path)

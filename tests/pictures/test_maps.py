@@ -457,3 +457,24 @@ def test_a_notebook_shows_every_figure_once():
         for cell in notebook.cells
     ]
     assert pictures == [0, 1, 1, 1, 1]
+
+
+def test_means_over_two_classes_of_prompts_are_told_apart_by_their_titles():
+    names = {"sums": ["1 + 1 =", "2 + 2 ="], "riddles": ["What has keys " * 4, "Who?"]}
+    result = random_map()
+    fields = {
+        field.name: getattr(result, field.name) for field in dataclasses.fields(result)
+    }
+    means = {
+        name: MeanMap(
+            **fields | {"provenance": result.provenance | {"prompts": prompts}}
+        )
+        for name, prompts in names.items()
+    }
+    for plot in (plot_coupling, plot_adjacency, plot_locality):
+        sums = plot(means["sums"]).get_title()
+        riddles = plot(means["riddles"]).get_title()
+        assert "“1 + 1 =”, “2 + 2 =”" in sums
+        assert "“What has keys What has…”, “Who?”" in riddles
+    # Lines of both have names of their own, and the title what they have in common.
+    assert "“" not in plot_locality(means).get_title()

@@ -128,6 +128,42 @@ def test_a_direction_names_the_others_of_its_group(runs):
     assert groups == [[], ["2, 4"], ["1, 4"], [], ["1, 2"], []]
 
 
+def above_random(decoded: tlc.directions.Decoded) -> list[int]:
+    """Return which directions have the largest kurtosis of all, by a plain loop."""
+    network = decoded.ways.index("network")
+    own = decoded.kurtosis[network].tolist()
+    drawn = decoded.control_kurtosis[0, network].tolist()
+    return [i for i, value in enumerate(own) if all(value > other for other in drawn)]
+
+
+def test_directions_of_an_untrained_model_are_said_to_be_random(page, runs):
+    section = section_of(page, "directions")
+    said = (
+        "nothing is above random, none of 6 directions has a higher kurtosis than each"
+    )
+    # Neither of the tiny models was trained.
+    assert [above_random(run.decoded) for run in runs.values()] == [[], []]
+    for name in ("Trained", "untrained"):
+        assert f"{name}: {said} of 20 random directions" in section
+    assert "The tokens below are then no sign" in section
+
+
+def test_directions_that_stand_out_are_named_beside_what_chance_gives(runs):
+    run = runs["trained"]
+    kurtosis = run.decoded.kurtosis.clone()
+    kurtosis[run.decoded.ways.index("network"), [1, 4]] = 50.0
+    decoded = replace(run.decoded, kurtosis=kurtosis)
+    assert above_random(decoded) == [1, 4]
+    page = html_report({"main": replace(run, decoded=decoded)})
+    section = section_of(page, "directions")
+    assert (
+        "Main: 2 of 6 directions (1, 4) have a higher kurtosis than each of 20 random "
+        "directions, where chance alone gives 0.3."
+    ) in section
+    assert "nothing is above random" not in section
+    assert "no sign" not in section
+
+
 def test_tokens_are_escaped(runs):
     run = runs["trained"]
     texts = ("<script>alert(1)</script>",) * len(run.decoded.texts)

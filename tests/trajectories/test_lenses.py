@@ -164,8 +164,9 @@ def test_what_has_no_lens_is_refused(model, tokenizer_folder):
             x = block(x)
 
     lens = product_lens([trace])
-    with pytest.raises((TypeError, ValueError)):
-        product_lens([tlc.trace_modules(blocks, run)])
+    # Of blocks that add nothing it is the identity.
+    of_modules = product_lens([tlc.trace_modules(blocks, run)])
+    assert torch.equal(of_modules.jacobians[0], torch.eye(4))
     lens.metadata["weights_digest"] = "another"
     with pytest.raises(ValueError, match="with other weights"):
         entropy_by_depth(trace, lens)
@@ -182,3 +183,71 @@ def test_what_has_no_lens_is_refused(model, tokenizer_folder):
     for tokens in ("same", "later"):
         with pytest.raises(ValueError, match="at least 2 blocks, got 1"):
             product_lens([tlc.trace(shallow, PROMPTS[0])], tokens=tokens)
+
+
+class ReferenceLens:
+    """The lens of the reference implementation: matrices, and no metadata."""
+
+    def __init__(self, jacobians, n_prompts, d_model):
+        self.jacobians = jacobians
+        self.source_layers = list(range(len(jacobians)))
+        self.n_prompts = n_prompts
+        self.d_model = d_model
+
+    def transport(self, residual, layer):
+        return residual @ self.jacobians[layer].T
+
+
+def test_a_lens_of_the_reference_implementation_is_read_in_memory(model, tmp_path):
+    """As its own file would be, which TransformerLens reads."""
+    from transformer_lens.tools.analysis import JacobianLens
+
+    traces = [
+        tlc.trace(model, " ".join(f"w{i}" for i in range(a, a + 20))) for a in (1, 9)
+    ]
+    lens = product_lens(traces, tokens="later")
+    J = {layer: matrix.clone() for layer, matrix in lens.jacobians.items()}
+    in_memory = ReferenceLens(J, 2, 32)
+    file = tmp_path / "lens.pt"
+    facts = {"n_prompts": 2, "source_layers": sorted(J), "d_model": 32}
+    torch.save({"J": J, **facts}, file)
+    from_file = JacobianLens.load(str(file))
+    x = entropy_by_depth(traces[0], in_memory)
+    assert torch.equal(
+        x.nan_to_num(-1), entropy_by_depth(traces[0], from_file).nan_to_num(-1)
+    )
+    audit = tlc.trajectories.lens_audit(in_memory, traces)
+    of_file = tlc.trajectories.lens_audit(from_file, traces)
+    assert torch.equal(audit.distance, of_file.distance)
+    assert audit.lens_n_prompts == 2
+    directions = tlc.directions.directions_of(traces[0], 1, k=1)
+    decoded = tlc.directions.decode(traces[0], directions, lens=in_memory)
+    assert "lens" in decoded.ways
+
+
+def test_a_lens_of_another_make_is_refused_with_the_way_to_go_on(model):
+    trace = tlc.trace(model, "w1 w2 w3")
+    for jacobians in ([torch.eye(32)], {}, {0: torch.eye(32).numpy()}):
+        with pytest.raises(
+            TypeError,
+            match=r"`lens\.jacobians` must map layers to tensors.*: save the lens",
+        ):
+            entropy_by_depth(trace, ReferenceLens(jacobians, 1, 32))
+    uneven = ReferenceLens({0: torch.eye(32), 1: torch.eye(16)}, 1, 32)
+    with pytest.raises(ValueError, match="`lens` has matrices of other shapes"):
+        entropy_by_depth(trace, uneven)
+
+
+def test_modules_have_a_lens_of_their_own(tokenizer_folder):
+    """The same matrices as of the model that they are from."""
+    hf_model = tiny.huggingface_model("llama", num_hidden_layers=3)
+    ids = torch.tensor([[3, 14, 15, 92]])
+    of_model = product_lens([tlc.trace(hf_model, ids)])
+    layers = hf_model.model.layers
+    traced = tlc.trace_modules(layers, lambda: hf_model(ids, use_cache=False))
+    of_modules = product_lens([traced])
+    for layer, J in of_model.jacobians.items():
+        torch.testing.assert_close(of_modules.jacobians[layer], J)
+    assert of_modules.metadata["weights_digest"] == traced.provenance["weights_digest"]
+    with pytest.raises(ValueError, match="logits"):
+        entropy_by_depth(traced, of_modules)

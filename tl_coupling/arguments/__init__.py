@@ -31,6 +31,7 @@ from tl_coupling.arguments.measuring import (
 )
 from tl_coupling.arguments.messages import described, format_shape, warn_caller
 from tl_coupling.arguments.renamed import renamed
+from tl_coupling.arguments.token_ids import ids_of_one_prompt
 
 __all__ = [
     "FLOAT_DTYPES",
@@ -51,6 +52,7 @@ __all__ = [
     "described",
     "fork_safe_lock",
     "format_shape",
+    "ids_of_one_prompt",
     "join_measuring",
     "made_by",
     "measuring",

@@ -26,7 +26,8 @@ def checked(public: _Public) -> _Public:
 
     Values are converted where their meaning is clear: numpy's numbers to Python's,
     numpy arrays to tensors, lists to arrays or tuples. A size that is named twice must
-    be the same in all arguments of a call; of jaxtyping's marks, `*` and `#` are read.
+    be the same in all arguments of a call; of jaxtyping's marks, `*`, `#` and `...` are
+    read.
     In `Annotated`, a string is a hint for the error message, and a function raises
     ValueError for values that it excludes.
 

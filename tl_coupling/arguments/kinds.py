@@ -219,6 +219,10 @@ class _Union(Kind):
 
     def convert(self, argument: Argument) -> object:
         """Return the value as the first member does that accepts it."""
+        # What can be walked through once is there for the second kind of list too.
+        n_lists = sum(isinstance(member, _List) for member in self.members)
+        if n_lists > 1 and isinstance(argument.value, Iterator):
+            argument = argument._replace(value=tuple(argument.value))
         excluded: list[ValueError] = []
         hints: list[str] = []
         for member in self.members:
@@ -346,6 +350,10 @@ class _Mapping(Kind):
         return counted("mapping", f" from {keys} to {values}", several)
 
 
+# jaxtyping's mark of axes without a name, which may differ between arguments.
+_ANY_AXES = "..."
+
+
 class _Axis(NamedTuple):
     """One name in a shape.
 
@@ -370,7 +378,7 @@ class _Array(Kind):
         self.is_tensor = annotation.array_type is Tensor
         self.dtypes = annotation.dtypes
         self.axes = [
-            _Axis(dim.strip("*#"), "*" in dim, "#" in dim)
+            _Axis(dim.strip("*#"), "*" in dim or dim == _ANY_AXES, "#" in dim)
             for dim in annotation.dim_str.split()
         ]
 
@@ -411,6 +419,8 @@ class _Array(Kind):
             n_axes = n_spread if axis.is_variadic else 1
             lengths = shape[start : start + n_axes]
             start += n_axes
+            if axis.name == _ANY_AXES:
+                continue
             # The first argument that names an axis sets its size.
             size = sizes.setdefault(axis.name, Size(lengths, argument.name))
             fits = lengths == size.lengths or (

@@ -75,6 +75,7 @@ _MIXING = {
     "conv2d",
     "_grouped_mm",
     "grouped_mm",
+    "grouped_mm_fallback",
 }
 
 _Function = Callable[..., Any]

@@ -3,10 +3,9 @@ how every block was called.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -37,6 +36,7 @@ from tl_coupling.models import (
     missing_head,
     model_input,
     own_model_of,
+    refuse_without_weights,
 )
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import INPUT_DIGEST, digest_of
@@ -127,9 +127,8 @@ def trace(
             f"`tokenizer` is for HuggingFace models, {type(model).__name__} has its own: "
             "leave it out"
         )
-    # A prompt names its image; its text is what a tokenizer gets.
     if isinstance(prompt, Prompt):
-        prompt = Path(prompt.image) if prompt.image else prompt.prompt
+        prompt = prompt.content
     traced_input = model_input(model, prompt, prepend_bos)
     dtype = _precision(dtype, next(model.parameters()).dtype)
     # Looked for before the pass, so that a model without one is refused at once.
@@ -158,9 +157,16 @@ def trace(
     return recording.trace()
 
 
+@runtime_checkable
+class Envoy(Protocol):
+    """A module as nnsight and nnterp wrap it."""
+
+    _module: nn.Module
+
+
 @checked
 def trace_modules(
-    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
+    blocks: Sequence[nn.Module | Envoy] | nn.ModuleList | nn.Sequential | Envoy,
     run: Callable[[], object],
     *,
     name: Text | None = None,
@@ -182,7 +188,8 @@ def trace_modules(
         blocks: modules that take the residual stream first, `[1 n_pos d_model]` (or
             `[n_pos 1 d_model]`, `[n_pos d_model]`), and return it with what they add,
             alone or first in a tuple. In the order in which they run. They may add in
-            place: what is stored is never changed.
+            place: what is stored is never changed. Of nnsight's envoys, the modules
+            that they wrap are taken.
         run: runs the model once, on one input: `lambda: model(x)`. It must call every
             block, each on what the one before gave. Blocks run without autocast.
         name: what results call the network; by default the blocks' class.
@@ -206,19 +213,18 @@ def trace_modules(
         >>> tlc.depth_coupling(traced, k=4).coupling().shape
         torch.Size([3, 3])
     """
-    blocks = list(blocks)
-    if not blocks:
-        raise ValueError("`blocks` is empty: wanted at least one module")
+    modules = _unwrapped(blocks)
     # They are looked through, and their weights described, as one model.
-    model = nn.ModuleList(blocks)
+    model = nn.ModuleList(modules)
+    refuse_without_weights(model, "`blocks`")
     try:
         check_computes_the_same(model)
     except ValueError as error:
         raise ValueError(f"`blocks` {error}") from None
-    with own_arithmetic(model), autocast_off_within(blocks):
-        forward_pass = ForwardPass.record(model, blocks, run)
+    with own_arithmetic(model), autocast_off_within(modules):
+        forward_pass = ForwardPass.record(model, modules, run)
     dtype = _precision(dtype, forward_pass.calls[0].X.dtype)
-    network = name or type(blocks[0]).__name__
+    network = name or type(modules[0]).__name__
 
     def names(n_pos: int) -> tuple[str, ...]:
         if str_tokens is None:
@@ -237,6 +243,28 @@ def trace_modules(
     for block in traced.blocks:
         block.remark_on_norms()
     return traced
+
+
+def _unwrapped(
+    blocks: Iterable[nn.Module | Envoy] | Envoy,
+) -> list[nn.Module]:
+    """Return modules, of envoys those that they wrap; raise unless there is one."""
+    several = _module_of(blocks)
+    if not isinstance(several, Iterable):
+        raise TypeError(
+            f"`blocks` must be several modules, got one {type(several).__name__}: give "
+            "them in a list"
+        )
+    modules = [_module_of(block) for block in several]
+    if not modules:
+        raise ValueError("`blocks` is empty: wanted at least one module")
+    return modules
+
+
+def _module_of(block: Any) -> Any:
+    # A module may have a part of that name.
+    is_wrapped = isinstance(block, Envoy) and not isinstance(block, nn.Module)
+    return block._module if is_wrapped else block
 
 
 def _precision(dtype: torch.dtype | None, own: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from tl_coupling.files import plain
 
@@ -80,6 +80,22 @@ class _Commands(TyperGroup):
                 formatter.write_dl(
                     [(name, text) for name, (_, text) in commands.items()]
                 )
+
+
+class _Command(TyperCommand):
+    """A command whose help text has its own options first, and then the panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """List the options by panel; those that are in none come first."""
+        records: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                panel = getattr(parameter, "rich_help_panel", None) or "Options"
+                records.setdefault(panel, []).append(record)
+        for panel, listed in records.items():
+            with formatter.section(panel):
+                formatter.write_dl(listed)
 
 
 @contextmanager
@@ -171,7 +187,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options_of_all}
     name = function.__name__.replace("_", "-")
-    app.command(name, help=_help_text(function.__doc__ or ""))(run)
+    help_text = _help_text(function.__doc__ or "")
+    app.command(name, cls=_Command, help=help_text)(run)
     return function
 
 

@@ -4,13 +4,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from matplotlib.animation import PillowWriter
 
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
-from tl_coupling.cli.options import OUT, Out, Prompts, Sweep
+from tl_coupling.cli.options import OUT, Out, Prompts, Sweep, model_option
 from tl_coupling.cli.sweeps import facts, stop_if_any_failed, write_choices
 from tl_coupling.measures import mean_name, null_name
 from tl_coupling.results import ShortTable, plural
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 def checkpoints(
     model: Annotated[
         str,
-        typer.Option(
+        model_option(
             help="Hub name, or local folder of checkpoints in HuggingFace format."
         ),
     ],

@@ -13,21 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 import tl_coupling as tlc
 from tl_coupling.blocks import Trace
+from tl_coupling.cli.bars import Bars
 from tl_coupling.cli.options import OneModel
 from tl_coupling.cli.plain_console import PlainConsole
 from tl_coupling.cli.tables import printed
 from tl_coupling.files import output_folder, plain, write_atomically
-from tl_coupling.progress import log_progress
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import Saved, ShortTable
 
@@ -48,20 +41,13 @@ class Run:
     that each step took.
     """
 
-    def __init__(self, setup: OneModel, role: str, console: PlainConsole) -> None:
+    def __init__(self, setup: OneModel, role: str, bars: Bars) -> None:
         self.setup = setup
         self.role = role
+        self.bars = bars
         self.seconds: dict[str, float] = {}
         self.name = setup.model if role == "trained" else f"untrained {setup.model}"
-        self.bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        with console.stage(f"loading {self.name} …"), self.timed("loading"):
+        with bars.stage(f"loading {self.name} …"), self.timed("loading"):
             self.model = setup.load(untrained=role == "untrained")
 
     def trace(self, prompt: Prompt) -> Trace:
@@ -70,16 +56,8 @@ class Run:
             return self.setup.trace(self.model, prompt)
 
     def bar(self, description: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items, with a bar that goes away with them."""
-        text = plain(f"{self.name}: {description}")
-        # A log gets a line now and then; a bar would fill it with control characters.
-        if not self.bars.console.is_terminal:
-            yield from log_progress(list(items), text)
-            return
-        task = self.bars.add_task(text, total=None)
-        # As a list, whose length the bar needs.
-        yield from self.bars.track(list(items), task_id=task)
-        self.bars.remove_task(task)
+        """Yield the items of a loop, which a bar shows."""
+        return self.bars.loop(f"{self.name}: {description}", items)
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -106,31 +84,39 @@ class Work:
         self.seconds: dict[str, dict[str, float]] = {}
 
     def measured(
-        self, setup: OneModel, untrained: bool, measure: Callable[[Run], Measured]
+        self,
+        setup: OneModel,
+        untrained: bool,
+        measure: Callable[[Run], Measured],
+        bars: Bars | None = None,
     ) -> dict[str, Measured]:
         """Return, by role, what `measure` gives of the model and of its untrained twin.
 
-        The twin is measured where `untrained` says so.
+        The twin is measured where `untrained` says so. By default each loop has a bar.
         """
         if not untrained:
-            return {"trained": self.measured_as("trained", setup, measure)}
+            return {"trained": self.measured_as("trained", setup, measure, bars)}
         if setup.quantization is not None:
             _refuse_untrained("--quantization")
         if setup.memory == "stream":
             _refuse_untrained("--memory stream")
         return {
-            role: self.measured_as(role, setup, measure)
+            role: self.measured_as(role, setup, measure, bars)
             for role in ("trained", "untrained")
         }
 
     def measured_as(
-        self, role: str, setup: OneModel, measure: Callable[[Run], Measured]
+        self,
+        role: str,
+        setup: OneModel,
+        measure: Callable[[Run], Measured],
+        bars: Bars | None = None,
     ) -> Measured:
         """Return what `measure` gives of a model, "trained" or "untrained"."""
         # A function of its own, so that one model is freed before the next is loaded.
-        run = Run(setup, role, self.console)
+        run = Run(setup, role, bars or Bars(self.console))
         self.seconds[role] = run.seconds
-        with run.bars:
+        with run.bars.measuring():
             return measure(run)
 
     def save(self, results: Mapping[str, Mapping[str, Saved]]) -> None:

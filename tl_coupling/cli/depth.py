@@ -26,7 +26,13 @@ from tl_coupling.cli.options import (
     own_position,
 )
 from tl_coupling.cli.tables import choices_table
-from tl_coupling.comparisons import CouplingMap, MeanCouplingMap, describe_pairs
+from tl_coupling.comparisons import (
+    Chance,
+    CouplingMap,
+    MeanCouplingMap,
+    describe_pairs,
+    p_in_words,
+)
 from tl_coupling.files import file_name, write_table
 from tl_coupling.measures import Metric
 from tl_coupling.models import EMBEDDED_MODEL
@@ -149,28 +155,44 @@ def _finish(
     ks = comparing.up_to(next(iter(maps.values())).k)
     work.save({role: {"depth": result} for role, result in maps.items()})
     off_diagonal = not choosing.diagonal
-    # What random subspaces give depends on k alone: one null stands for all runs.
-    first = next(iter(maps.values()))
-    null_intervals = {}
     # A single layer leaves nothing to chance.
+    chances: dict[str, dict[int, Chance]] = {role: {} for role in maps}
+    first_role, first = next(iter(maps.items()))
     if len(first.row_layers) > 1:
-        null_intervals = {
-            k: first.null_interval(k, off_diagonal=off_diagonal) for k in ks
+        chances = {
+            role: {k: result.chance(k, off_diagonal=off_diagonal) for k in ks}
+            for role, result in maps.items()
         }
-    summary = _summary(measured, ks, choosing.diagonal)
-    work.finish(summary | {"null_interval": null_intervals}, _pictures(maps, ks))
+    summary = _summary(measured, ks, choosing.diagonal) | {
+        # What random subspaces give depends on k alone: one null stands for all runs.
+        "null_interval": {
+            k: chance.interval for k, chance in chances[first_role].items()
+        },
+        "null_p": {
+            role: {k: chance.p for k, chance in by_k.items()}
+            for role, by_k in chances.items()
+        },
+    }
+    work.finish(summary, _pictures(maps, ks))
     tables = {
         role: ShortTable.stacked(
             {
                 "depth": result.table(
-                    ks, off_diagonal=off_diagonal, null_intervals=null_intervals
+                    ks, off_diagonal=off_diagonal, chances=chances[role]
                 )
             },
             "map",
         )
         for role, result in maps.items()
     }
-    work.shown.append(ShortTable.beside(tables, "coupling"))
+    table = ShortTable.beside(tables, "coupling")
+    # The caption has the p of the first run.
+    lines = [
+        f"p of the mean of {role}: {p_in_words(by_k)}"
+        for role, by_k in chances.items()
+        if role != first_role and by_k
+    ]
+    work.shown.append(replace(table, caption="\n".join([table.caption, *lines])))
 
 
 def _map_files(paths: list[Path]) -> list[Path]:

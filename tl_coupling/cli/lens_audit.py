@@ -11,7 +11,7 @@ from tl_coupling.blocks import Trace
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Run, work_in
 from tl_coupling.cli.options import OUT, OneModel, Out, Prompts
-from tl_coupling.models import JacobianLens, load_lens
+from tl_coupling.models import UsableLens, load_lens
 from tl_coupling.prompts import Prompt
 from tl_coupling.trajectories import LensAudit
 
@@ -90,7 +90,7 @@ def lens_audit(
         work.shown.append(audit.verdict)
 
 
-def _trace(run: Run, lens: JacobianLens, prompt: Prompt) -> Trace:
+def _trace(run: Run, lens: UsableLens, prompt: Prompt) -> Trace:
     """Return the traced prompt, with the tokens that a fit of it would have."""
     setup = run.setup
     # `fit` puts a BOS token first, where the tokenizer has one; `product_lens`, whose

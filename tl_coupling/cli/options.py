@@ -3,6 +3,7 @@ option for each field.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
@@ -26,6 +27,9 @@ from tl_coupling.prompts import Prompt, as_prompts, load_prompts
 from tl_coupling.spectra import check_k
 from tl_coupling.studies.surveys import PAPER_PROMPT, Checkpoint, Settings
 
+# Help texts have a section of these options, below the command's own.
+MODEL_PANEL = "Options for the model"
+model_option = partial(typer.Option, rich_help_panel=MODEL_PANEL)
 Untrained = Annotated[bool, typer.Option(help="Measure untrained twins as well.")]
 Position = Annotated[
     int, typer.Option(help="Token position; negative counts from the end.")
@@ -85,21 +89,21 @@ def _checked_device(device: str | None) -> str | None:
 class Tracing:
     """Where models run, and how prompts are traced."""
 
-    backend: Annotated[Backend, typer.Option(help="TransformerLens' class.")] = "auto"
+    backend: Annotated[Backend, model_option(help="TransformerLens' class.")] = "auto"
     device: Annotated[
         str | None,
-        typer.Option(
+        model_option(
             help="Torch device; CUDA if there is one, else the CPU.",
             callback=_checked_device,
         ),
     ] = None
     prepend_bos: Annotated[
         bool | None,
-        typer.Option(help="Put a BOS token first; by default as the tokenizer does."),
+        model_option(help="Put a BOS token first; by default as the tokenizer does."),
     ] = None
     final_norm: Annotated[
         bool,
-        typer.Option("--final-norm", help="Include the final norm in the last block."),
+        model_option("--final-norm", help="Include the final norm in the last block."),
     ] = False
 
 
@@ -109,18 +113,18 @@ class Setup(Tracing):
 
     dtype: Annotated[
         Literal["float32", "float64", "bfloat16", "float16"],
-        typer.Option(help="Precision of the weights."),
+        model_option(help="Precision of the weights."),
     ] = "float32"
     quantization: Annotated[
         Quantization | None,
-        typer.Option(
+        model_option(
             help="Quantise on loading, with bitsandbytes; the dequantised weights "
             "are measured."
         ),
     ] = None
     memory: Annotated[
         Memory,
-        typer.Option(help="Keep weights in memory, or read one block at a time."),
+        model_option(help="Keep weights in memory, or read one block at a time."),
     ] = "resident"
 
     @property
@@ -143,16 +147,16 @@ class OneModel(Setup):
 
     model: Annotated[
         str,
-        typer.Option(
+        model_option(
             help="Embedded model, hub name, local HuggingFace folder, or GGUF file."
         ),
     ] = EMBEDDED_MODEL
     checkpoint: Annotated[
-        str | None, typer.Option(help="Training step, or hub revision.")
+        str | None, model_option(help="Training step, or hub revision.")
     ] = None
     label: Annotated[
         str | None,
-        typer.Option(
+        model_option(
             help="Name of the model in results. [default: --model, with the path of "
             "a local folder]"
         ),
@@ -306,7 +310,7 @@ class Sweep(Measuring, Changing, Setup, Choosing):
 
     checkpoint: Annotated[
         list[str] | None,
-        typer.Option(
+        model_option(
             help="Training step or hub revision, of every model; may be repeated."
         ),
     ] = None

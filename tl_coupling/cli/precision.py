@@ -12,7 +12,14 @@ import typer
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
-from tl_coupling.cli.options import OUT, Measuring, Out, Prompts, training_step
+from tl_coupling.cli.options import (
+    OUT,
+    Measuring,
+    Out,
+    Prompts,
+    model_option,
+    training_step,
+)
 from tl_coupling.cli.sweeps import stop_if_any_failed
 from tl_coupling.files import write_rows
 from tl_coupling.models import EMBEDDED_MODEL
@@ -34,10 +41,10 @@ def precision(
     measuring: Measuring,
     prompts: Prompts,
     model: Annotated[
-        str, typer.Option(help="Embedded model, hub name, or local HuggingFace folder.")
+        str, model_option(help="Embedded model, hub name, or local HuggingFace folder.")
     ] = EMBEDDED_MODEL,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Training step, or hub revision.")
+        str | None, model_option(help="Training step, or hub revision.")
     ] = None,
     precision: Annotated[
         list[str] | None,

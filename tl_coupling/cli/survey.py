@@ -9,7 +9,7 @@ import typer
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
-from tl_coupling.cli.options import OUT, Out, Sweep, Untrained
+from tl_coupling.cli.options import OUT, Out, Sweep, Untrained, model_option
 from tl_coupling.cli.sweeps import (
     executor_for,
     facts,
@@ -35,7 +35,7 @@ _FEWEST_FOR_A_PICTURE = 3
 def survey(
     model: Annotated[
         list[str],
-        typer.Option(
+        model_option(
             help="Hub name, local folder, GGUF file, or folder of checkpoints (all are "
             "measured); NAME=MODEL sets the name used in the results; may be repeated."
         ),

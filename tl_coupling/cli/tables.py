@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
+from rich.styled import Styled
 from rich.table import Table
 
 from tl_coupling.results import RANDOM_SUBSPACES, ShortTable
@@ -46,9 +48,13 @@ def choices_table(title: str, rows: "pandas.DataFrame") -> ShortTable:
     return ShortTable.of(title, keys[:3], numbers, cells, caption)
 
 
-def printed(table: ShortTable) -> Table:
-    """Return a short table as rich prints it."""
-    shown = Table(title=table.title, caption=table.caption)
+def printed(table: ShortTable) -> Group:
+    """Return a short table as rich prints it.
+
+    Its title and its caption are lines as wide as the terminal: those of rich's own
+    tables are wrapped to the columns, which may be narrow.
+    """
+    shown = Table()
     for i, heading in enumerate(table.headings):
         words = " ".join([heading, *(row[i] for row in table.rows)]).split()
         shown.add_column(
@@ -61,4 +67,7 @@ def printed(table: ShortTable) -> Table:
         )
     for row in table.rows:
         shown.add_row(*row)
-    return shown
+    parts: list[RenderableType] = [Styled(table.title, "table.title"), shown]
+    if table.caption:
+        parts.append(Styled(table.caption, "table.caption"))
+    return Group(*parts)

@@ -194,7 +194,8 @@ class TokenResults:
         tables = {
             role: ShortTable.stacked(
                 {
-                    _described(name, result): result.table(self.ks)
+                    # Random subspaces of many maps would take longer than the maps.
+                    _described(name, result): result.table(self.ks, chances={})
                     for name, result in portrait.maps.items()
                 },
                 "map",

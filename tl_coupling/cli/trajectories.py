@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
 
-import typer
-
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
@@ -14,6 +12,7 @@ from tl_coupling.cli.options import (
     OnePrompt,
     Out,
     Setup,
+    model_option,
     own_position,
     training_step,
 )
@@ -30,14 +29,14 @@ def compare_trajectories(
     prompt: OnePrompt,
     model: Annotated[
         list[str],
-        typer.Option(
+        model_option(
             help="Hub name, local folder, GGUF file or folder of checkpoints; may be "
             "repeated."
         ),
     ],
     checkpoint: Annotated[
         list[str] | None,
-        typer.Option(
+        model_option(
             help="Training step or hub revision, of every model; may be repeated."
         ),
     ] = None,

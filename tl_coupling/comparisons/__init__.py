@@ -13,9 +13,9 @@ from tl_coupling.comparisons.differences import Comparison, compare
 from tl_coupling.comparisons.frozen_coupling import FrozenCoupling, frozen_coupling
 from tl_coupling.comparisons.heads import HeadCoupling, HeadPair, head_coupling
 from tl_coupling.comparisons.jacobian_coupling import jacobian_coupling
-from tl_coupling.comparisons.maps import CouplingMap, describe_pairs
+from tl_coupling.comparisons.maps import CouplingMap, describe_pairs, p_in_words
 from tl_coupling.comparisons.means import MeanCouplingMap, mean_of_maps
-from tl_coupling.comparisons.null_means import null_interval_of_spectra
+from tl_coupling.comparisons.null_means import Chance, null_interval_of_spectra
 from tl_coupling.comparisons.pairs import (
     SeveralTraces,
     as_trace,
@@ -32,6 +32,7 @@ from tl_coupling.comparisons.same_parts import part_coupling
 
 __all__ = [
     "Carriers",
+    "Chance",
     "Comparison",
     "CouplingMap",
     "FrozenCoupling",

@@ -402,7 +402,7 @@ class PromptCoupling(Saved):
     def _k(self, k: int | None) -> int:
         """Return k, by default the largest; ValueError for one that is not held."""
         k = self.k if k is None else k
-        check_k(k, self.k)
+        check_k(k, self.k, self.d_model)
         return k
 
 

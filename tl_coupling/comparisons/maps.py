@@ -1,6 +1,5 @@
 """The result of comparing connections of one prompt."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import Count, Seed, checked, made_by, warn_caller
 from tl_coupling.comparisons.null_means import (
+    Chance,
     Connection,
     draws_in_spans,
     draws_needed,
@@ -301,16 +301,16 @@ class CouplingMap(Saved):
             >>> low < result.null() < high
             True
         """
-        means = self._null_means(
+        chance = self.chance(
             k,
             measure,
-            n_draws,
-            seed,
-            options,
             off_diagonal=off_diagonal,
             within=within,
+            n_draws=n_draws,
+            seed=seed,
+            **options,
         )
-        return quantile_interval(means)
+        return chance.interval
 
     @checked
     def null_p(
@@ -330,10 +330,10 @@ class CouplingMap(Saved):
         .. math:: p = \frac{1 + \#\{\text{random means} \ge \text{mean}\}}
             {1 + \#\{\text{random means}\}}
 
-        One-sided, of the means that `null_interval` has the middle 95 % of. There are
-        thousands of them: p is never below .0001, and not corrected for how many k or
-        measures were looked at. Of a mean over prompts it says nothing of other
-        prompts, which `interval` is for. NaN where the mean is.
+        The test of `chance`: one-sided, of the means that `null_interval` has the middle
+        95 % of. There are thousands of them: p is never below .0001, nor below what
+        their draws know where columns share them (.0012 of two layers), and not
+        corrected for how many k or measures were looked at. NaN where the mean is.
 
         Args:
             k, measure, off_diagonal, within, n_draws, seed, options: as in
@@ -344,35 +344,57 @@ class CouplingMap(Saved):
             >>> 0.0001 < result.null_p() <= 1
             True
         """
-        means = self._null_means(
+        chance = self.chance(
             k,
             measure,
-            n_draws,
-            seed,
-            options,
             off_diagonal=off_diagonal,
             within=within,
+            n_draws=n_draws,
+            seed=seed,
+            **options,
         )
-        mean = self.mean(k, measure, off_diagonal, **options)
-        # NaN is below everything, and would be the smallest p.
-        if math.isnan(mean) or bool(means.isnan().any()):
-            return math.nan
-        n_at_least = int((means >= mean).sum())
-        return (1 + n_at_least) / (1 + len(means))
+        return chance.p
 
-    def _null_means(
+    @checked
+    def chance(
         self,
-        k: int | None,
-        measure: AnyMeasure,
-        n_draws: int | None,
-        seed: int,
-        options: Options,
+        k: int | None = None,
+        measure: AnyMeasure = "coupling",
         *,
-        off_diagonal: bool,
-        within: Null,
-    ) -> Float[Tensor, " n_means"]:
-        """Return means over the pairs with random singular vectors of J_2, see
-        `null_interval`.
+        off_diagonal: bool = True,
+        within: Null = "space",
+        n_draws: Count | None = None,
+        seed: Seed = 0,
+        **options: Any,
+    ) -> Chance:
+        """Return `null_interval` and `null_p` of the same draws, in one object.
+
+        The hypothesis is that the singular vectors of every J_2 are Haar-random (or,
+        within spans, turned at random) and know nothing of the Jacobians J_1, which are
+        held fixed; the statistic is `mean`. A small p says that J_2's own vectors are
+        no such vectors. It does not say that coupling was learned, which an untrained
+        twin is for.
+
+        Prompts of a mean are not counted as draws of that hypothesis: the same weights
+        stand behind all of them. Their values are taken to rise and fall together, as
+        those of one prompt do, so that p does not become smaller by their number. It
+        is of these prompts; what others would give, `interval` says.
+
+        Args:
+            k, measure, off_diagonal, within, n_draws, seed, options: as in
+                `null_interval`.
+
+        Raises ValueError where every pair compares a connection with itself.
+
+        Cost: two QR decompositions of `[d_model, k]` a draw, whatever the number of
+        prompts; some 400 draws by default, 1.5 s for d_model = 576 and k = 50. Within
+        spans two rotations of every A a draw; in a mean they are already drawn.
+
+        Example:
+            >>> chance = tlc.depth_coupling(trace, k=4).chance(2)
+            >>> low, high = chance.interval
+            >>> low < high, 0.0001 < chance.p <= 1
+            (True, True)
         """
         k = self._k(k)
         # Refuses what a mean over prompts does not hold.
@@ -380,25 +402,15 @@ class CouplingMap(Saved):
         named_measure = measure_named(measure, **options)
         different = ~self.own_pairs().cpu()
         generator = seeded(seed)
-        S_1 = self.singular_values.cpu().double()
-        n_draws = n_draws or draws_needed(different.shape[1], within)
         together = False
         if within == "space":
+            n_draws = n_draws or draws_needed(different.shape[1], within)
             row_draws = self._draws_of_rows(named_measure, k, n_draws, nulls, generator)
             draws = row_draws.nanmean(1, keepdim=True)
             together = rise_together(*self._connections(), different)
         else:
-            A = self.at(k).cpu().double()
-            paired = within == "pairs"
-            draws = draws_in_spans(
-                named_measure,
-                A,
-                S_1,
-                nulls.double(),
-                different,
-                n_draws,
-                generator,
-                paired=paired,
+            draws = self._draws_in_spans(
+                named_measure, k, nulls, within, n_draws, generator
             )
         means = means_of_draws(draws, different, generator, together=together)
         if not off_diagonal:
@@ -407,7 +419,33 @@ class CouplingMap(Saved):
             # The mean over all pairs: what is left to chance, and the own pairs as
             # measured.
             means = (means * different.sum() + own_values.nansum()) / different.numel()
-        return means
+        has_one_draw = together or int(different.any(0).sum()) == 1
+        n_different_means = len(draws) if has_one_draw else len(means)
+        measured = self.mean(k, measure, off_diagonal, **options)
+        return Chance.from_means(means, measured, n_different_means)
+
+    def _draws_in_spans(
+        self,
+        measure: Measure,
+        k: int,
+        nulls: PerPair,
+        within: Null,
+        n_draws: int | None,
+        generator: torch.Generator,
+    ) -> Float[Tensor, "n n_cols"]:
+        """Return the mean of each column, with its vectors turned within their spans."""
+        different = ~self.own_pairs().cpu()
+        (draws,) = draws_in_spans(
+            [measure],
+            self.at(k).cpu().double(),
+            self.singular_values.cpu().double(),
+            nulls.double()[None],
+            different,
+            n_draws or draws_needed(different.shape[1], within),
+            generator,
+            paired=within == "pairs",
+        )
+        return draws
 
     @checked
     def null_interval_by_distance(
@@ -665,14 +703,19 @@ class CouplingMap(Saved):
         *,
         off_diagonal: bool = True,
         null_intervals: Mapping[int, Interval] | None = None,
+        chances: Mapping[int, Chance] | None = None,
     ) -> ShortTable:
-        """Return the mean coupling at some k, beside the null.
+        """Return the mean coupling at some k, beside the null and its p.
 
         Args:
             ks: numbers of singular vectors; by default 1, 10 and all that the map holds.
             off_diagonal: leaves out the pairs of a connection with itself.
-            null_intervals: what `null_interval` gave, by k, for the caption; they are
-                not drawn here, which would take longer than a notebook should wait.
+            null_intervals: what `null_interval` gave, by k, for the caption; those of
+                `chances` by default.
+            chances: what `chance` gave, by k; drawn by default. With none, `{}`, the
+                table says no p.
+
+        Cost: that of `chance`, for each k.
 
         Example:
             >>> print(tlc.depth_coupling(trace, k=4).table([2]))
@@ -680,12 +723,19 @@ class CouplingMap(Saved):
             k  coupling   null
             2     0.170  0.293
             2 layers, 1 prompt
+            95 % of random subspaces: 0.006 to 0.814 (k = 2)
             null: random subspaces
+            p of so large a mean: 0.69 (k = 2); random subspaces, one-sided
         """
         if ks is None:
             ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
         # A map of one connection has its own pair only.
-        off_diagonal = off_diagonal and not bool(self.own_pairs().all())
+        has_other_pairs = not bool(self.own_pairs().all())
+        off_diagonal = off_diagonal and has_other_pairs
+        # And leaves nothing to chance.
+        if chances is None and has_other_pairs:
+            chances = {k: self.chance(k, off_diagonal=off_diagonal) for k in ks}
+        chances = chances or {}
         rows = [
             (
                 k,
@@ -700,15 +750,25 @@ class CouplingMap(Saved):
             f"{self.provenance.get('model')}: {subject} 1 − m̃, mean over "
             f"{self._pairs_in_words(off_diagonal)}"
         )
-        caption = self._size_in_words()
-        if null_intervals:
+        lines = [self._size_in_words()]
+        intervals = null_intervals or {k: chances[k].interval for k in chances}
+        if intervals:
             texts = [
                 f"{low:.3f} to {high:.3f} (k = {k})"
-                for k, (low, high) in null_intervals.items()
+                for k, (low, high) in intervals.items()
             ]
-            caption += f"\n95 % of {RANDOM_SUBSPACES}: {', '.join(texts)}"
-        caption += f"\nnull: {RANDOM_SUBSPACES}"
+            lines.append(f"95 % of {RANDOM_SUBSPACES}: {', '.join(texts)}")
+        lines.append(f"null: {RANDOM_SUBSPACES}")
+        if chances:
+            lines.append(
+                f"p of so large a mean: {p_in_words(chances)}; {self._test_in_words()}"
+            )
+        caption = "\n".join(lines)
         return ShortTable.of(title, [], ["k", "coupling", "null"], rows, caption)
+
+    def _test_in_words(self) -> str:
+        """Return which test gives p."""
+        return f"{RANDOM_SUBSPACES}, one-sided"
 
     def _mean_in_words(self, k: int, off_diagonal: bool) -> str:
         """Return the mean coupling as `table` shows it."""
@@ -763,7 +823,7 @@ class CouplingMap(Saved):
     def _summary(self) -> str:
         n_rows, n_cols = self.matrices.shape[:2]
         # A single connection meets itself alone, and has a mean over that pair only.
-        has_other_pairs = not self.own_pairs().all()
+        has_other_pairs = not bool(self.own_pairs().all())
         changes = "".join(f"{words}, " for words in changes_in_words(self.provenance))
         return (
             f"{self.kind}, {n_rows}×{n_cols} pairs, {self.orientation}, {changes}k≤{self.k}, "
@@ -775,7 +835,7 @@ class CouplingMap(Saved):
     def _k(self, k: int | None) -> int:
         """Return k, by default the largest; ValueError for one that is not held."""
         k = self.k if k is None else k
-        check_k(k, self.k)
+        check_k(k, self.k, self.d_model)
         return k
 
 
@@ -791,6 +851,11 @@ def _tabulated_values(
         "normalized_miscoupling": values[names.index("normalized_miscoupling")],
         "null": nulls[coupling],
     }
+
+
+def p_in_words(chances: Mapping[int, Chance]) -> str:
+    """Return the p of each k, as a caption has them."""
+    return ", ".join(f"{chance.p:.2g} (k = {k})" for k, chance in chances.items())
 
 
 def describe_pairs(diagonal: bool) -> str:

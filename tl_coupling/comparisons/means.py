@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
+from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_coupling.arguments import checked
 from tl_coupling.comparisons.maps import CouplingMap, Options, PerPair
+from tl_coupling.comparisons.null_means import draws_in_spans, draws_needed
 from tl_coupling.measures import (
     MEASURES,
     OWN_MEASURES,
     AnyMeasure,
+    Measure,
     Null,
     OwnMeasure,
     facts_of_own,
@@ -22,6 +25,8 @@ from tl_coupling.measures import (
     measures_of_map,
     nulls_at_every_k,
     own_measures,
+    rotation_null,
+    seeded,
 )
 from tl_coupling.results import (
     DifferentPrompts,
@@ -29,6 +34,7 @@ from tl_coupling.results import (
     check_one_model,
     joined_provenance,
     prompt_name,
+    prompts_in_words,
 )
 from tl_coupling.statistics import Interval, t_interval
 
@@ -40,6 +46,9 @@ _MAP_FACTS = ("d_model", "kind", "orientation", "k", "row_layers", "col_layers")
 _ALIKE = ("fixed", "normalising_layers", "is_mean_over_tokens", *_MAP_FACTS)
 _POSITIONS = "positions from the beginning"
 _END_POSITIONS = "positions from the end"
+# The nulls that need the matrices of each prompt, and the fields that hold them.
+_WITHIN_NULLS: tuple[Null, ...] = ("spans", "pairs")
+_WITHIN = ("nulls_within", "draws_within")
 # Facts in which maps may or must agree, by name.
 Facts = dict[str, Any]
 
@@ -54,10 +63,11 @@ class MeanCouplingMap(CouplingMap):
     its default options, and of functions of one's own that it was made with
     (`measures=`); `spread` and `spread_of_mean` give standard deviations (n − 1
     in the denominator; NaN for one prompt). What is undefined for one prompt is
-    undefined (NaN) in the mean. `null_interval` takes the spectra to be their means,
-    and the values of all prompts to rise and fall together, as they do where a model's
-    singular vectors are the same on all: it is that of one prompt. `CouplingMap.load`
-    reads such a map too.
+    undefined (NaN) in the mean. `null_interval` and `null_p` take the spectra to be
+    their means, and the values of all prompts to rise and fall together, as they do
+    where a model's singular vectors are the same on all: they are those of one prompt,
+    however many there are. The nulls within spans need the matrices of each prompt, and
+    are held at `within_ks`. `CouplingMap.load` reads such a map too.
 
     Of a mean over tokens (`depth_coupling` with several positions) read "token" for
     "prompt": `n_prompts` is 1, the provenance has the `positions`, and there is no
@@ -80,6 +90,11 @@ class MeanCouplingMap(CouplingMap):
         means_of_maps: what `spreads_of_mean` is the deviation of, `[n_measures k
             n_maps]`: see `by_map`; None of what earlier versions saved.
         means_of_all_pairs: the same over all pairs.
+        nulls_within: mean null "spans" and "pairs" of each measure at `within_ks`,
+            `[2 n_measures n_within_ks n_rows n_cols]`; None where none was asked for.
+        draws_within: what columns have in the mean with vectors turned at random within
+            their spans, `[2 n_measures n_within_ks n_draws n_cols]`: of each prompt
+            the smallest first, and then the mean over prompts.
 
     Example:
         >>> mean = tlc.mean_depth_coupling((tlc.trace(model, prompt) for prompt in prompts), k=4)
@@ -94,6 +109,12 @@ class MeanCouplingMap(CouplingMap):
     measures: tuple[str, ...] = tuple(MEASURES)
     means_of_maps: Float[Tensor, "n_measures k n_maps"] | None = None
     means_of_all_pairs: Float[Tensor, "n_measures k n_maps"] | None = None
+    nulls_within: (
+        Float[Tensor, "n_nulls n_measures n_within_ks n_rows n_cols"] | None
+    ) = None
+    draws_within: (
+        Float[Tensor, "n_nulls n_measures n_within_ks n_draws n_cols"] | None
+    ) = None
     DIMS: ClassVar = CouplingMap.DIMS | {
         "means": "measure k row col",
         "spreads": "measure k row col",
@@ -101,6 +122,8 @@ class MeanCouplingMap(CouplingMap):
         "spreads_of_mean": "measure k",
         "means_of_maps": "measure k map",
         "means_of_all_pairs": "measure k map",
+        "nulls_within": "within measure within_k row col",
+        "draws_within": "within measure within_k draw col",
         "measures": "measure",
     }
 
@@ -112,19 +135,31 @@ class MeanCouplingMap(CouplingMap):
                 f"`measures` must name each once, got {list(self.measures)}"
             )
 
+    @property
+    def within_ks(self) -> tuple[int, ...]:
+        """The k at which `null`, `null_interval` and `null_p` have a `within` other than
+        "space".
+        """
+        return tuple(self.provenance.get("within_ks", ()))
+
     @classmethod
     def over(
-        cls, maps: Iterable[CouplingMap], measures: Sequence[AnyMeasure] = ()
+        cls,
+        maps: Iterable[CouplingMap],
+        measures: Sequence[AnyMeasure] = (),
+        *,
+        within_ks: Sequence[int] = (),
     ) -> "MeanCouplingMap":
         """Return the mean over maps of the same connections, one for each prompt.
 
-        An iterator is read one map at a time. `measures` are functions of one's own
-        that the mean is to hold beside those that have names, see `CouplingMap.values`.
+        An iterator is read one map at a time; `measures` and `within_ks` as in
+        `mean_of_maps`.
 
         Raises:
             ValueError: no map; maps of different models, or traced in several ways; of
                 different layers, positions, k or orientation; two of one prompt; a mean
-                among them.
+                among them; `within_ks` that the maps do not hold, or of means over
+                tokens.
 
         Example:
             >>> traces = (tlc.trace(model, prompt) for prompt in ("w3 w14 w15", "w9 w2 w6 w5"))
@@ -133,7 +168,7 @@ class MeanCouplingMap(CouplingMap):
             >>> result.coupling(2).shape, result.spread(2).shape, result.n_prompts
             (torch.Size([2, 2]), torch.Size([2, 2]), 2)
         """
-        return cls._over(maps, own_measures(measures))
+        return cls._over(maps, own_measures(measures), within_ks=within_ks)
 
     @classmethod
     def over_tokens(
@@ -155,6 +190,7 @@ class MeanCouplingMap(CouplingMap):
         maps: Iterable[CouplingMap],
         own: tuple[OwnMeasure, ...],
         position: object = None,
+        within_ks: Sequence[int] = (),
     ) -> "MeanCouplingMap":
         """Return the mean over prompts; over tokens of one where a position is given."""
         prompts: list[str | None] = []
@@ -164,6 +200,7 @@ class MeanCouplingMap(CouplingMap):
         means_of_maps: list[Tensor] = []
         means_of_all_pairs: list[Tensor] = []
         moments = _RunningMoments(deviation_names=("means", "mean_over_pairs"))
+        generator = seeded(0)
         for result in maps:
             _check_is_of_one_prompt(result)
             # A null that is not known would be left out of means as one that is undefined.
@@ -180,9 +217,13 @@ class MeanCouplingMap(CouplingMap):
                     token=facts[-1][_POSITIONS],
                     numbers=result.matrices,
                 )
-            prompts.append(result.provenance.get("prompt"))
+            prompts.append(_named_prompt(result.provenance))
             averaged = _averaged(result, own)
-            moments.add(averaged)
+            if within_ks:
+                drawn = _drawn_within(result, within_ks, own, generator)
+                moments.add(averaged | drawn)
+            else:
+                moments.add(averaged)
             means_of_maps.append(averaged["mean_over_pairs"])
             means_of_all_pairs.append(averaged["means"].flatten(-2).nanmean(-1))
         if not prompts:
@@ -195,6 +236,8 @@ class MeanCouplingMap(CouplingMap):
         names = {*result.provenance, "prompts", "remarks"} - {OWN_MEASURES}
         provenance = {name: fact for name, fact in common.items() if name in names}
         provenance |= facts_of_own(own)
+        if within_ks:
+            provenance["within_ks"] = list(within_ks)
         if of_tokens:
             row_positions, col_positions = facts[-1][_POSITIONS]
             positions = [fact[_POSITIONS][0][0] for fact in facts]
@@ -212,7 +255,11 @@ class MeanCouplingMap(CouplingMap):
             own_nulls = _nulls_of_own(tensors, result, own)
             tensors["nulls"] = torch.cat([tensors["nulls"], own_nulls])
         # Sums are float64 where a measure is; a mean has the precision of its maps.
-        averaged = {name: x.to(result.matrices) for name, x in tensors.items()}
+        averaged = {
+            # Nulls and draws are on the CPU, in float64, as those of maps are.
+            name: x if name in _WITHIN else x.to(result.matrices)
+            for name, x in tensors.items()
+        }
         shared_fields = vars(result) | {
             "row_positions": row_positions,
             "col_positions": col_positions,
@@ -318,6 +365,17 @@ class MeanCouplingMap(CouplingMap):
         mean = self.mean(k, measure, off_diagonal=off_diagonal)
         return t_interval(mean, spread / math.sqrt(n), float(n - 1))
 
+    def _test_in_words(self) -> str:
+        """Return which test gives p, and that prompts or tokens are not its draws."""
+        noun = "tokens" if self.is_mean_over_tokens else "prompts"
+        return f"{super()._test_in_words()}, all {noun} as one draw"
+
+    def _pairs_in_words(self, off_diagonal: bool) -> str:
+        """Return which pairs a mean is over, and which prompts, where that is known."""
+        pairs = super()._pairs_in_words(off_diagonal)
+        prompts = prompts_in_words(self.provenance)
+        return f"{pairs} and prompts, {prompts}" if prompts else pairs
+
     def _size_in_words(self) -> str:
         """Return how many layers and prompts, and what `table` shows of the spread."""
         size = super()._size_in_words()
@@ -352,12 +410,50 @@ class MeanCouplingMap(CouplingMap):
     ) -> PerPair:
         """Return the mean null, for every pair."""
         if null_kind != "space":
-            raise ValueError(
-                "a mean over prompts holds the null 'space' only, "
-                f"got within={null_kind!r}: ask map by map"
-            )
+            return self._held_within(self.nulls_within, k, measure, null_kind, options)
         null = self._held(self.nulls, k, measure, options).cpu()
         return null.expand(self.matrices.shape[:2])
+
+    def _draws_in_spans(
+        self,
+        measure: Measure,
+        k: int,
+        nulls: PerPair,
+        within: Null,
+        n_draws: int | None,
+        generator: torch.Generator,
+    ) -> Float[Tensor, "n n_cols"]:
+        """Return the draws that were made of each prompt, in the mean."""
+        del nulls, generator  # They were needed when the mean was made.
+        draws = self._held_within(self.draws_within, k, measure, within, {})
+        if n_draws not in (None, len(draws)):
+            raise ValueError(
+                f"within spans a mean over prompts holds {len(draws)} draws, got "
+                f"`n_draws={n_draws}`: leave it out"
+            )
+        return draws
+
+    def _held_within(
+        self,
+        values: Float[Tensor, "n_nulls n_measures n_within_ks *shape"] | None,
+        k: int,
+        measure: AnyMeasure,
+        null_kind: Null,
+        options: Options,
+    ) -> Float[Tensor, "*shape"]:
+        """Return what is held of a null within spans, of one measure at one k."""
+        if values is None or k not in self.within_ks:
+            held = f" and those within spans at k in {list(self.within_ks)}"
+            raise ValueError(
+                "a mean over prompts holds the null 'space' only"
+                f"{held if self.within_ks else ''}, got within={null_kind!r} at "
+                f"k = {k}: give `within_ks=[{k}]` when it is made, or ask map by map"
+            )
+        of_null = values[_WITHIN_NULLS.index(null_kind)]
+        name = _name_of_a_mean(measure, options)
+        if isinstance(own := measure_named(measure), OwnMeasure):
+            self._check_holds_own(own)
+        return of_null[self.measures.index(name), self.within_ks.index(k)]
 
     def _held(
         self,
@@ -393,6 +489,8 @@ class MeanCouplingMap(CouplingMap):
 def mean_of_maps(
     maps: Annotated[Iterable[object], "a list of maps, or an iterator over them"],
     measures: Sequence[AnyMeasure] = (),
+    *,
+    within_ks: Sequence[int] = (),
 ) -> MeanCouplingMap:
     """Return the mean over maps that were measured before, one for each prompt.
 
@@ -401,11 +499,16 @@ def mean_of_maps(
             `map(tlc.CouplingMap.load, paths)`. An iterator is read one map at a time.
         measures: functions of one's own that the mean is to hold, see
             `CouplingMap.values`; it holds all that have names.
+        within_ks: the k at which the mean has the nulls `within="spans"` and `"pairs"`
+            too, with their intervals. They need every prompt's own matrices, which a
+            mean does not keep, and some 100 draws of each prompt: of 30 layers 1.5 s
+            on one core at k = 10, 16 s at k = 50.
 
     Raises:
         ValueError: no map; maps of different models, or traced in several ways; of
             different layers, positions, k or orientation; two of one prompt, which
-            would count as two; a mean among them.
+            would count as two; a mean among them; `within_ks` that the maps do not
+            hold, or of means over tokens.
 
     Example:
         >>> maps = [tlc.depth_coupling(tlc.trace(model, p), k=4) for p in prompts]
@@ -413,8 +516,57 @@ def mean_of_maps(
         >>> mean = tlc.mean_of_maps([tlc.CouplingMap.load(path) for path in paths])
         >>> mean.n_prompts, mean.coupling(2).shape
         (4, torch.Size([2, 2]))
+        >>> within = tlc.mean_of_maps(maps, within_ks=[2])
+        >>> low, high = within.null_interval(2, within="pairs")
+        >>> low < within.null(2, within="pairs") < high
+        True
     """
-    return MeanCouplingMap.over(map(_as_map, maps), measures)
+    return MeanCouplingMap.over(map(_as_map, maps), measures, within_ks=within_ks)
+
+
+def _drawn_within(
+    result: CouplingMap,
+    ks: Sequence[int],
+    own: tuple[OwnMeasure, ...],
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Return one prompt's nulls within spans, and its draws, by measure and k.
+
+    What columns of different prompts have in common is not known, as their frames may
+    be the same: sorted, their draws rise and fall together, so that the mean over
+    prompts spreads most.
+    """
+    if isinstance(result, MeanCouplingMap):
+        raise ValueError(
+            "`within_ks` are of maps at one token, got means over tokens: leave it out"
+        )
+    different = ~result.own_pairs().cpu()
+    S_1 = result.singular_values.cpu().double()
+    measures: list[Measure] = [*MEASURES.values(), *own]
+    nulls: list[Tensor] = []
+    draws: list[Tensor] = []
+    for null_kind in _WITHIN_NULLS:
+        n = draws_needed(different.shape[1], null_kind)
+        for k in ks:
+            A = result.at(k).cpu().double()
+            paired = null_kind == "pairs"
+            k_nulls = torch.stack(
+                [
+                    rotation_null(A, S_1[:, None], measure, paired=paired)
+                    for measure in measures
+                ]
+            )
+            k_draws = draws_in_spans(
+                measures, A, S_1, k_nulls, different, n, generator, paired=paired
+            )
+            nulls.append(k_nulls)
+            draws.append(k_draws.sort(1).values)
+    shape = "(null k) measure ... -> null measure k ..."
+    n_nulls = len(_WITHIN_NULLS)
+    return {
+        "nulls_within": rearrange(torch.stack(nulls), shape, null=n_nulls),
+        "draws_within": rearrange(torch.stack(draws), shape, null=n_nulls),
+    }
 
 
 def _as_map(item: object) -> CouplingMap:
@@ -474,6 +626,12 @@ def _name_of_a_mean(measure: AnyMeasure, options: Options) -> str:
         "a mean over prompts holds p=2 and absolute=False, and p=1 or p=2 with "
         f"absolute=True, got {options}: measure map by map"
     )
+
+
+def _named_prompt(provenance: Mapping[str, Any]) -> str | None:
+    """Return what a prompt is called; None of modules, whose input is not known."""
+    is_known = any(provenance.get(fact) for fact in ("prompt", "image", "tokens"))
+    return prompt_name(provenance) if is_known else None
 
 
 def _check_is_of_one_prompt(result: object) -> None:

@@ -10,7 +10,9 @@ moved to it: a hundred of them know their own mean less well than a mean over ma
 columns is known.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from einops import reduce
@@ -37,6 +39,8 @@ _MOST_NUMBERS = 2**22
 # column alone has about two times the error of four columns.
 _FEWEST_DRAWS = {"space": 400, "spans": 100, "pairs": 100}
 _DRAWS_OF_ALL_COLUMNS = 1600
+# Of a mean of numbers in float32, with a relative error of 1e-7 each.
+_ROUNDING = 1e-6
 # A layer and a position.
 Connection = tuple[int, int]
 
@@ -87,41 +91,51 @@ def draws_of_rows(
 
 
 def draws_in_spans(
-    measure: Measure,
+    measures: Sequence[Measure],
     A: Float[Tensor, "n_rows n_cols k k"],
     S_1: Float[Tensor, "n_rows n_values"],
-    nulls: Float[Tensor, "n_rows n_cols"],
+    nulls: Float[Tensor, "n_measures n_rows n_cols"],
     is_counted: Bool[Tensor, "n_rows n_cols"],
     n: int,
     generator: torch.Generator,
     *,
     paired: bool,
-) -> Float[Tensor, "n n_cols"]:
+) -> Float[Tensor, "n_measures n n_cols"]:
     """Draw the mean of each column, with its vectors rotated within their spans.
 
     Args:
-        measure: of coupling.
+        measures: of coupling; all are of the same draws.
         A: coupling matrices, in float64.
         S_1: singular values of each row's J_1.
-        nulls: of each pair, in closed form, which the draws are moved to.
+        nulls: of each measure and pair, in closed form, which the draws are moved to.
         is_counted: the pairs that the mean is over.
         n: how many draws.
         generator: of the random numbers.
         paired: whether left and right are turned alike.
     """
     n_cols, k = A.shape[1:3]
-    drawn = []
-    for _ in range(n):
-        left = random_rotations(n_cols, k, generator=generator)
-        # Turned alike, a left direction keeps the right one that belongs to it.
-        right = left
-        if not paired:
-            right = random_rotations(n_cols, k, generator=generator)
-        values = measure.value(left.mT @ A @ right, S_1[:, None])
-        drawn.append(values.where(is_counted, torch.nan))
-    values = torch.stack(drawn)
-    values = values + (nulls - measure.null_of_draws(values))
-    return values.nanmean(1)
+    drawn: list[list[Tensor]] = [[] for _ in measures]
+    # Turned alike, a left direction keeps the right one that belongs to it.
+    n_sides = 1 if paired else 2
+    for some in torch.arange(n).split(max(1, _MOST_NUMBERS // A.numel())):
+        # Each draw by itself: its numbers do not depend on how many there are.
+        turns = [
+            [random_rotations(n_cols, k, generator=generator) for _ in range(n_sides)]
+            for _ in some
+        ]
+        # Columns turn, and all rows with them.
+        left = torch.stack([sides[0] for sides in turns])[:, None]
+        right = torch.stack([sides[-1] for sides in turns])[:, None]
+        turned = left.mT @ A @ right
+        for measure, draws in zip(measures, drawn, strict=True):
+            values = measure.value(turned, S_1[:, None])
+            draws.append(values.where(is_counted, torch.nan))
+    column_means = []
+    for measure, draws, measure_nulls in zip(measures, drawn, nulls, strict=True):
+        values = torch.cat(draws)
+        values = values + (measure_nulls - measure.null_of_draws(values))
+        column_means.append(values.nanmean(1))
+    return torch.stack(column_means)
 
 
 def rise_together(
@@ -205,7 +219,7 @@ def sums_of_draws(
     """Add up a draw of each column, thousands of times.
 
     Args:
-        of_cols: what each column adds, for every draw.
+        column_parts: what each column adds, for every draw.
         generator: of the random numbers.
         together: whether all columns have the same draw; independent ones if not.
     """
@@ -220,6 +234,48 @@ def sums_of_draws(
         )
         sums.append(column_parts[draw_of_col, cols].sum(1))
     return torch.cat(sums)
+
+
+@dataclass(frozen=True)
+class Chance:
+    """What random singular vectors would give in place of a mean over pairs.
+
+    Attributes:
+        interval: where 95 % of the random means lie, as many below it as above.
+        p: how likely a random mean is as large as that which was measured, or larger;
+            one-sided, NaN where the mean is.
+
+    Example:
+        >>> result = tlc.depth_coupling(trace, k=4)
+        >>> chance = result.chance(2)
+        >>> chance.interval == result.null_interval(2), chance.p == result.null_p(2)
+        (True, True)
+    """
+
+    interval: Interval
+    p: float
+
+    @classmethod
+    def from_means(
+        cls, means: Float[Tensor, " n_means"], measured: float, n_draws: int
+    ) -> "Chance":
+        """Return what random means say of a measured one.
+
+        Args:
+            means: with random singular vectors.
+            measured: the mean with those of J_2.
+            n_draws: how many different means there are. Where columns share a draw,
+                thousands repeat hundreds, which know no smaller p.
+        """
+        # NaN is below everything, and would be the smallest p.
+        if math.isnan(measured) or bool(means.isnan().any()):
+            return cls(quantile_interval(means), math.nan)
+        # Maps are of float32: what is as large but for rounding is as large. At k = 1
+        # every coupling is 1.
+        rounding = _ROUNDING * abs(measured)
+        n_at_least = int((means >= measured - rounding).sum())
+        p = (1 + n_at_least) / (1 + len(means))
+        return cls(quantile_interval(means), max(p, 1 / (1 + n_draws)))
 
 
 def quantile_interval(means: Float[Tensor, " n_means"]) -> Interval:

@@ -192,6 +192,7 @@ def mean_depth_coupling(
     without: Without | None = None,
     metric: Metric | None = None,
     method: AnyMethod = "jacobians",
+    within_ks: Sequence[int] = (),
     chunk_size: Count | None = None,
     batch: Count | None = None,
     max_memory: MemoryLimit | None = None,
@@ -207,6 +208,8 @@ def mean_depth_coupling(
         measures: functions of one's own that the mean is to hold, see
             `CouplingMap.values`; it holds all that have names. Cost: k evaluations a
             prompt, and 400 draws of random subspaces at the end.
+        within_ks: the k at which the mean has the nulls `within="spans"` and `"pairs"`
+            too, with their intervals, as in `mean_of_maps`; of a single position.
         chunk_size, batch, max_memory: as in `depth_coupling`. Prompts of one length
             that follow each other are computed together.
         progress: wraps the loop over prompts: `progress=tqdm.tqdm`. By default a bar in
@@ -235,7 +238,7 @@ def mean_depth_coupling(
     options = JacobianOptions(chunk_size, max_memory, False, change, method, batch)
     traced = iter(with_progress(map(as_trace, traces), progress, "prompts"))
     if not isinstance(position, int):
-        maps_over_tokens = (
+        maps_of_tokens = (
             depth_coupling(
                 trace,
                 k,
@@ -253,7 +256,7 @@ def mean_depth_coupling(
             )
             for trace in traced
         )
-        return MeanCouplingMap.over(maps_over_tokens, measures)
+        return MeanCouplingMap.over(maps_of_tokens, measures, within_ks=within_ks)
     maps_of_group = partial(
         _depth_maps_of_each,
         k=k,
@@ -263,7 +266,7 @@ def mean_depth_coupling(
         change=change,
         options=options,
     )
-    return MeanCouplingMap.over(maps_of_group(traced), measures)
+    return MeanCouplingMap.over(maps_of_group(traced), measures, within_ks=within_ks)
 
 
 def _depth_maps_of_each(

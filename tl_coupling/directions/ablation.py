@@ -36,7 +36,7 @@ from tl_coupling.directions.random_directions import frames
 from tl_coupling.directions.subspaces import SIDES, Subspace
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.prompts import Prompts, as_prompts
 from tl_coupling.results import ShortTable, interval_text
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Ablation(Effects):
 @checked
 def ablate(
     model: nn.Module,
-    prompts: str | Prompt | Sequence[str | Prompt],
+    prompts: Prompts,
     subspace: Subspace,
     layers: Sequence[int] | None = None,
     side: Side | None = None,
@@ -182,7 +182,8 @@ def ablate(
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
-        prompts: texts, or `Prompt` objects, of at least two tokens; others than those
+        prompts: texts, token ids (a list or a tensor each) or `Prompt` objects, of at
+            least two tokens; others than those
             the subspace was found on.
         subspace: what `shared_subspace` found, or one's own, `Subspace.of`: then
             "shared" is the kind of its own effect.

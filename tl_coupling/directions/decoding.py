@@ -19,7 +19,13 @@ from tl_coupling.directions.subspaces import Subspace
 from tl_coupling.files import plain
 from tl_coupling.jacobians import block_directions, block_jacobian
 from tl_coupling.measures import seeded
-from tl_coupling.models import JacobianLens, bridge_of, refuse_offloaded
+from tl_coupling.models import (
+    JacobianLens,
+    UsableLens,
+    bridge_of,
+    refuse_offloaded,
+    usable_lens,
+)
 from tl_coupling.results import DifferentPrompts, Saved, ShortTable
 from tl_coupling.trajectories import check_lens
 
@@ -201,6 +207,25 @@ class Decoded(Saved):
             return math.nan
         return float((drawn >= own).double().mean())
 
+    def above_control(self, way: int, control: Control = "random") -> list[int]:
+        """Return the directions whose kurtosis is above that of every draw of a control,
+        by index.
+
+        Of directions that are as the draws are, `k / (n_draws + 1)` are above on average.
+        One whose kurtosis is not known is not above, and none is above a control without
+        draws.
+
+        Example:
+            >>> decoded = tlc.directions.decode(trace, layer=0, k=6)
+            >>> decoded.above_control(decoded.ways.index("network"))
+            []
+        """
+        return [
+            i
+            for i in range(self.kurtosis.shape[1])
+            if self.kurtosis_exceeded(way, i, control) == 0
+        ]
+
     def table(self) -> ShortTable:
         """Return the directions, by what they do through the rest of the network."""
         way = self.ways.index("network")
@@ -329,6 +354,7 @@ def decode(
     """
     t = trace.position_index(position)
     if lens is not None:
+        lens = usable_lens(lens)
         check_lens(lens, trace)
     # The rest knows directions alone.
     if isinstance(layer, Subspace):
@@ -437,7 +463,7 @@ class _Found(NamedTuple):
         directions: Directions,
         k: int | None,
         position: int,
-        lens: JacobianLens | None,
+        lens: UsableLens | None,
     ) -> "_Found":
         directions.check_fits(trace.model)
         n = len(directions)
@@ -479,7 +505,7 @@ class _Later(NamedTuple):
     trace: Trace
     first_layer: int
     position: int
-    lens: JacobianLens | None
+    lens: UsableLens | None
 
     @property
     def ways(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tl_coupling.arguments import checked
 from tl_coupling.blocks import own_arithmetic, trace
 from tl_coupling.directions.interventions import Hook
-from tl_coupling.models import input_device, tokenize
+from tl_coupling.models import input_device, model_input
 from tl_coupling.prompts import Prompt
 from tl_coupling.results import DifferentPrompts, Saved
 from tl_coupling.statistics import Difference, paired_difference
@@ -136,7 +136,7 @@ def tokens_by_id(
     tokens_of_prompts: dict[str, Tensor] = {}
     different = DifferentPrompts("prompts")
     for prompt in prompts:
-        tokens, _ = tokenize(model, prompt.prompt, prepend_bos)
+        tokens = _tokens(model, prompt, prepend_bos)
         if len(tokens) < 2:
             raise ValueError(
                 f"prompt {prompt.id!r}: wanted at least 2 tokens, to predict one from "
@@ -152,6 +152,18 @@ def tokens_by_id(
         different.add({"tokens": tokens.tolist()}, prompt.id)
         tokens_of_prompts[prompt.id] = tokens
     return tokens_of_prompts
+
+
+def _tokens(
+    model: nn.Module, prompt: Prompt, prepend_bos: bool | None
+) -> Int[Tensor, " n_pos"]:
+    tokens = model_input(model, prompt.content, prepend_bos).tokens
+    if tokens is None:
+        raise ValueError(
+            f"prompt {prompt.id!r}: interventions are measured by the next token, and "
+            "this model reads images: wanted a model of text"
+        )
+    return tokens
 
 
 def measured_model(model: nn.Module, prompts: Iterable[Tensor]) -> nn.Module:

@@ -37,7 +37,7 @@ from tl_coupling.directions.interventions import (
 from tl_coupling.jacobians import chosen_layers
 from tl_coupling.measures import random_rotations, seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.prompts import Prompts, as_prompts
 from tl_coupling.results import ROTATIONS, ShortTable, interval_text, plural
 
 # How much memory the rotations of one pass may take.
@@ -131,7 +131,7 @@ class Rotation(Effects):
 @checked
 def rotate(
     model: nn.Module,
-    prompts: str | Prompt | Sequence[str | Prompt],
+    prompts: Prompts,
     layers: Sequence[int] | None = None,
     side: RotatedSide = "write",
     *,
@@ -172,7 +172,8 @@ def rotate(
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
-        prompts: texts, or `Prompt` objects, of at least two tokens.
+        prompts: texts, token ids (a list or a tensor each) or `Prompt` objects, of at
+            least two tokens.
         layers: the blocks, rotated in one pass; all by default. Of a single one,
             rotations are "alone".
         side: what is rotated.

@@ -30,7 +30,7 @@ from tl_coupling.directions.random_directions import span_vectors, unit_vectors
 from tl_coupling.jacobians import block_jacobians
 from tl_coupling.measures import seeded
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt, as_prompts
+from tl_coupling.prompts import Prompts, as_prompts
 from tl_coupling.results import DifferentPrompts, ShortTable, interval_text
 from tl_coupling.spectra import eigh
 
@@ -183,7 +183,7 @@ class Steering(Effects):
 @checked
 def steer(
     model: nn.Module,
-    prompts: str | Prompt | Sequence[str | Prompt],
+    prompts: Prompts,
     directions: Directions,
     scales: Sequence[Positive] = (0.03, 0.1, 0.3),
     *,
@@ -203,7 +203,7 @@ def steer(
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
-        prompts: texts, or `Prompt` objects.
+        prompts: texts, token ids (a list or a tensor each) or `Prompt` objects.
         directions: at their hook point they are added; `directions_of` makes them, and
             `Directions.of` takes any. Of the prompt that they were found on nothing is
             assumed.
@@ -238,7 +238,7 @@ def steer(
     different = DifferentPrompts("prompts")
     places = []
     for prompt in with_progress(named_prompts, progress, "tracing"):
-        traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
+        traced = trace(model, prompt, prepend_bos=prepend_bos)
         different.add_traced(traced)
         places.append(_Place.from_trace(traced, directions, position))
     # All prompts are traced by now: controls are drawn from the streams of all.

@@ -1,7 +1,7 @@
 """What the blocks up to each depth do together, beside what unrelated blocks would."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
@@ -318,8 +318,9 @@ def jacobian_products(
     J = usable_jacobians(J)
     # A step of zero would make both nulls zero, and the gain NaN.
     check_steps(J, names)
-    depth_products = with_progress(_depth_products(J), progress, "products of blocks")
-    spectra = parallel_map(_spectra, depth_products, J.device)
+    blocks = with_progress(J.unbind(), progress, "products of blocks")
+    identity = FactoredProduct.identity(J.shape[-1], J.device)
+    spectra = parallel_map(_spectra, _depth_products(blocks, identity), J.device)
     product_spectra = torch.stack([product for product, _ in spectra])
     block_spectra = torch.stack([block for _, block in spectra])
     # Draws are products in J's own precision.
@@ -344,10 +345,9 @@ def jacobian_products(
 
 
 def _depth_products(
-    J: Float[Tensor, "n_layers d d"],
+    J: Iterable[Float[Tensor, "d d"]], product: FactoredProduct
 ) -> Iterator[tuple[FactoredProduct, Float[Tensor, "d d"]]]:
     """Yield the product of the blocks up to each, and the block's own `I + J`."""
-    product = FactoredProduct.identity(J.shape[-1], J.device)
     for jacobian in J:
         step = step_matrix(jacobian)
         product = product.then(step)

@@ -15,12 +15,14 @@ from tl_coupling.models.in_memory import (
 from tl_coupling.models.inputs import ModelInput, Pixels, TokenIds, model_input
 from tl_coupling.models.lens_tools import (
     JacobianLens,
+    UsableLens,
     check_lens_fits,
     check_takes_lens,
     described_for_lens,
     factored_matrix,
     jacobian_lens,
     load_lens,
+    usable_lens,
 )
 from tl_coupling.models.load_request import Backend, Memory
 from tl_coupling.models.loaded import (
@@ -49,6 +51,7 @@ from tl_coupling.models.own_model import (
     in_eval_mode,
     input_device,
     refuse_offloaded,
+    refuse_without_weights,
 )
 from tl_coupling.models.stored import holds_stored_weights
 from tl_coupling.models.tokenization import tokenize

@@ -12,7 +12,11 @@ from tl_coupling.models.advice import one_line
 from tl_coupling.models.errors import ModelError
 from tl_coupling.models.facts import LoadedAs, facts_of
 from tl_coupling.models.loaded import is_packed, kind_of_config
-from tl_coupling.models.own_model import OwnModel, without_adapter_wrapper
+from tl_coupling.models.own_model import (
+    OwnModel,
+    refuse_without_weights,
+    without_adapter_wrapper,
+)
 from tl_coupling.models.tokenization import wordless_tokenizer
 
 
@@ -54,6 +58,7 @@ def own_model_of(
     kind = kind_of_config(inner.config)
     if kind:
         raise ModelError(f"{type(inner).__name__} is {kind}")
+    refuse_without_weights(hf_model, type(inner).__name__)
     name = str(label or inner.config._name_or_path or type(inner).__name__)
     facts = facts_of(hf_model)
     own_model = OwnModel(hf_model, tokenizer, name, facts.path_of_blocks)

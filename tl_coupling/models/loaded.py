@@ -76,7 +76,8 @@ def kind_of_config(config: Any) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return (
             "an encoder–decoder (sequence-to-sequence) model: two stacks of blocks, "
-            f"each with its own residual stream; {_WANTED}"
+            "each with its own residual stream (`tl_coupling.trace_modules` takes the "
+            f"blocks of one); {_WANTED}"
         )
     architectures = set(getattr(config, "architectures", None) or ())
     if architectures & AUDIO_ARCHITECTURES:

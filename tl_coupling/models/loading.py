@@ -5,7 +5,7 @@ Neither HookedTransformer (gone from TransformerLens 4) nor TransformerBridge is
 imported at the top of a file: both lines work.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -41,10 +41,14 @@ from tl_coupling.models.weights import Quantization
 # torch's class cannot say it itself.
 made_by("load_model(name)")(nn.Module)
 
+_NAME_HINT = (
+    "a HuggingFace model in memory goes into `hf_model=`, a folder into `str(path)`"
+)
+
 
 @checked
 def load_model(
-    name: str | None = None,
+    name: Annotated[str | None, _NAME_HINT] = None,
     *,
     hf_model: nn.Module | None = None,
     tokenizer: Any = None,

@@ -348,6 +348,26 @@ def input_device(model: nn.Module) -> torch.device:
     return next(at_hand, torch.device("cpu"))
 
 
+def refuse_without_weights(module: nn.Module, name: str) -> None:
+    """Raise ModelError where weights are on `meta`, and nothing brings them in.
+
+    Args:
+        module: a model, or blocks.
+        name: what the error calls it.
+    """
+    # accelerate's hooks bring weights in while their module is called.
+    if any(getattr(part, "_hf_hook", None) is not None for part in module.modules()):
+        return
+    for path, parameter in module.named_parameters():
+        # Of a streamed model, weights are in their files.
+        if type(parameter) is nn.Parameter and parameter.is_meta:
+            raise ModelError(
+                f"{name} must have weights, `{path}` is on the device meta, which holds "
+                "no numbers: load them (`from_pretrained`, or `.to_empty(device=…)` and "
+                "`load_state_dict`)"
+            )
+
+
 def refuse_offloaded(module: nn.Module, purpose: str) -> None:
     """Raise ModelError where accelerate keeps weights elsewhere until a module is called.
 

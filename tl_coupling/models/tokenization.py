@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from tl_coupling.arguments import check_text
+from tl_coupling.arguments import check_text, ids_of_one_prompt
 from tl_coupling.models.facts import facts_of
 from tl_coupling.models.loaded import config_of, context_length, is_bridge
 from tl_coupling.models.own_model import OwnModel
@@ -80,7 +80,7 @@ def tokens_of(
     if not isinstance(prompt, str):
         unknown = "token ids given"
         provenance: dict[str, object] = {"prepend_bos": unknown, "append_eos": unknown}
-        return Tokens(_ids_of_one_prompt(prompt), provenance)
+        return Tokens(ids_of_one_prompt(prompt, "prompt"), provenance)
     tokenizer: Any = getattr(model, "tokenizer", None)
     if not knows_text(tokenizer):
         raise ValueError(f"this model has no tokenizer: {_GIVE_IDS}")
@@ -201,17 +201,6 @@ def _remark_on_unknown(text: list[int], tokenizer: Any) -> list[str]:
         f"{tokenizer.unk_token!r}, which this model's tokenizer gives for what it does "
         "not know: the tokenizer may be another model's, or not whole"
     ]
-
-
-def _ids_of_one_prompt(ids: Sequence[int] | Tensor) -> Int[Tensor, " n_pos"]:
-    tokens = torch.as_tensor(ids, dtype=torch.long, device="cpu")
-    is_batch_of_one = tokens.ndim == 2 and len(tokens) == 1
-    if tokens.ndim != 1 and not is_batch_of_one:
-        raise ValueError(
-            "`prompt` must be text, or token ids [n_pos] or [1 n_pos] of one prompt; "
-            f"got shape {list(tokens.shape)}"
-        )
-    return tokens.flatten()
 
 
 def saved_tokenizer(model: Any) -> Any:

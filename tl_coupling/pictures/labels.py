@@ -25,7 +25,11 @@ from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import plain
 from tl_coupling.measures import MEASURES, AnyMeasure, label_of, measure_named
-from tl_coupling.results import RANDOM_SUBSPACES, changes_in_words
+from tl_coupling.results import (
+    RANDOM_SUBSPACES,
+    changes_in_words,
+    prompts_in_words,
+)
 from tl_coupling.spectra import check_k
 
 # The widest that a figure may be, in inches: pages show it at 736 pixels, where letters
@@ -295,7 +299,7 @@ def common_k(maps: Sequence[CouplingMap], k: int | None) -> int:
             f"vectors, here {largest_ks}"
         )
     k = largest_ks[0] if k is None else k
-    check_k(k, min(largest_ks))
+    check_k(k, min(largest_ks), min(result.d_model for result in maps))
     return k
 
 
@@ -491,6 +495,9 @@ def map_heading(maps: Sequence[CouplingMap], k: int | None = None) -> str:
     if max(numbers_of_prompts) > 1:
         if len(numbers_of_prompts) == 1:
             subject += f"\nmean over {numbers_of_prompts.pop()} prompts"
+        prompts_of_maps = {prompts_in_words(result.provenance) for result in maps}
+        if prompts_of_maps != {""} and len(prompts_of_maps) == 1:
+            subject += f" · {prompts_of_maps.pop()}"
         # One prompt of many would be no title for their mean.
         no_prompt = {"prompt": None, "image": None}
         provenances = [provenance | no_prompt for provenance in provenances]

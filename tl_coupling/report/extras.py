@@ -132,7 +132,31 @@ def _directions(results: Mapping[str, Decoded], first: Portrait) -> Markup:
         layer=decoded.layer,
         token=named_token(first, decoded.position),
         kurtosis=sentence(kurtosis),
+        above_random=sentence(
+            _above_random(name, result, way) for name, result in results.items()
+        ),
+        any_above=bool(decoded.above_control(way)),
         cards=grid(_cards(decoded, way), " small"),
+    )
+
+
+def _above_random(name: str, decoded: Decoded, way: int) -> str:
+    """Say how many directions stand out from random ones, and how many would anyway."""
+    n_directions = len(decoded.gains)
+    n_draws = int(decoded.provenance["n_draws"])
+    above = decoded.above_control(way)
+    compared = f"a higher kurtosis than each of {n_draws} random directions"
+    if not above:
+        return (
+            f"{name}: nothing is above random, none of {n_directions} directions has "
+            f"{compared}"
+        )
+    verb = "has" if len(above) == 1 else "have"
+    numbers = ", ".join(map(str, above))
+    by_chance = n_directions / (n_draws + 1)
+    return (
+        f"{name}: {len(above)} of {n_directions} directions ({numbers}) {verb} "
+        f"{compared}, where chance alone gives {by_chance:.1f}"
     )
 
 

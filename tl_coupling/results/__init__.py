@@ -8,6 +8,7 @@ from tl_coupling.results.different_prompts import (
     DifferentPrompts,
     digest_of,
     prompt_name,
+    prompts_in_words,
 )
 from tl_coupling.results.names import (
     CONTROLS,

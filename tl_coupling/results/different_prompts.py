@@ -12,6 +12,8 @@ from tl_coupling.results.provenance import check_one_model, joined_provenance
 
 # In a provenance: the digest of what entered the first block.
 INPUT_DIGEST = "input_digest"
+# Of two prompts in one line of a title, how many characters each has at most.
+_LONGEST_NAME = 24
 
 
 class DifferentPrompts:
@@ -103,7 +105,25 @@ def prompt_name(facts: Mapping[str, Any]) -> str:
     """Return a prompt's text; of token ids their texts, of an image its name."""
     image = facts.get("image") or {}
     name = facts.get("prompt") or image.get("name")
-    return name or "".join(facts.get("str_tokens") or ())
+    texts = list(facts.get("str_tokens") or ())
+    # Without a tokenizer they are numbers, which would run into each other.
+    is_numbers = texts == [str(token) for token in facts.get("tokens") or ()]
+    return name or (" " if is_numbers else "").join(texts)
+
+
+def prompts_in_words(provenance: Mapping[str, Any]) -> str:
+    """Return the first and the last prompt of a result over several, each cut short;
+    nothing where they are not known.
+    """
+    names = [" ".join(name.split()) for name in provenance.get("prompts") or () if name]
+    if len(names) < 2:
+        return ""
+    ends = [
+        name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1].rstrip() + "…"
+        for name in (names[0], names[-1])
+    ]
+    between = ", " if len(names) == 2 else " … "
+    return between.join(f"“{end}”" for end in ends)
 
 
 def _identities(facts: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

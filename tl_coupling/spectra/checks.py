@@ -12,11 +12,19 @@ from tl_coupling.arguments import warn_caller
 DEFAULT_K = 50
 
 
-def check_k(k: int, largest: int) -> None:
-    """Raise unless `1 <= k <= largest`."""
+def check_k(k: int, largest: int, d_model: int | None = None) -> None:
+    """Raise unless `1 <= k <= largest`.
+
+    Of a result that holds `largest` of `d_model` singular vectors, the error says how to
+    have more.
+    """
     if not 1 <= k <= largest:
+        remedy = ""
+        if d_model is not None and largest < k <= d_model:
+            remedy = f": the result holds no more, compute it with `k={k}`"
         raise ValueError(
-            f"`k` must lie in [1, {largest}] (the number of singular vectors), got {k}"
+            f"`k` must lie in [1, {largest}] (the number of singular vectors), got "
+            f"{k}{remedy}"
         )
 
 

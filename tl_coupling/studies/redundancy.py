@@ -19,7 +19,7 @@ from tl_coupling.comparisons import CouplingMap, decomposed_layers, depth_maps
 from tl_coupling.jacobians import JacobianOptions
 from tl_coupling.measures import Orientation, random_subspace_null
 from tl_coupling.progress import Progress, with_progress
-from tl_coupling.prompts import Prompt, as_prompts, naming_prompt
+from tl_coupling.prompts import Prompts, as_prompts, naming_prompt
 from tl_coupling.results import DifferentPrompts
 from tl_coupling.spectra import eigh
 from tl_coupling.statistics import (
@@ -44,7 +44,7 @@ Dims = str | tuple[str, ...]
 @checked
 def layer_redundancy(
     model: nn.Module,
-    prompts: str | Prompt | Sequence[str | Prompt],
+    prompts: Prompts,
     *,
     k: Sequence[int] = (10, 30, 50),
     position: int = -1,
@@ -72,7 +72,8 @@ def layer_redundancy(
 
     Args:
         model: a TransformerBridge or HookedTransformer, in eval mode.
-        prompts: texts, or `Prompt` objects, of at least two tokens.
+        prompts: texts, token ids (a list or a tensor each) or `Prompt` objects, of at
+            least two tokens.
         k, position, orientation, prepend_bos: as in `Settings`. Losses are over all
             tokens, whatever the position.
         progress: wraps the loop over prompts; `None`: a bar in a terminal or notebook,
@@ -126,7 +127,7 @@ def layer_redundancy(
     different = DifferentPrompts("prompts")
     for prompt in with_progress(named_prompts, progress, "redundancy"):
         with naming_prompt(prompt):
-            traced = trace(model, prompt.prompt, prepend_bos=prepend_bos)
+            traced = trace(model, prompt, prepend_bos=prepend_bos)
             different.add_traced(traced, prompt.id)
             prompt_data, reasons = _measure_prompt(traced, settings)
         measured.append(prompt_data)

@@ -19,9 +19,11 @@ from tl_coupling.arguments import checked, described, made_by
 from tl_coupling.blocks import Trace
 from tl_coupling.models import (
     JacobianLens,
+    UsableLens,
     check_lens_fits,
     check_takes_lens,
     described_for_lens,
+    usable_lens,
 )
 from tl_coupling.progress import Progress, with_progress
 from tl_coupling.results import (
@@ -371,7 +373,9 @@ def lens_audit(
     its rotary embedding was, these are compared too.
 
     Args:
-        lens: a `JacobianLens` of TransformerLens, fitted, loaded or from `product_lens`.
+        lens: a `JacobianLens` of TransformerLens, fitted, loaded or from `product_lens`,
+            or one of the reference implementation in memory, which is read as one
+            without metadata.
         traces: at least two prompts traced with the model, with raw weights and without
             `final_norm`; four or more to tell whether the lens is of the model. Prompts
             of the lens if you have them all, else none of them.
@@ -411,6 +415,7 @@ def lens_audit(
             "`lens.n_prompts` must be at least 1, and without it nothing is expected of a "
             f"lens, got {lens.n_prompts}: set it to how many prompts it was fitted on"
         )
+    lens = usable_lens(lens)
     estimate = LensEstimate.of_lens(lens)
     prompts: list[Tensor] = []
     first: Trace | None = None
@@ -465,7 +470,7 @@ def lens_audit(
 
 
 def _matrices(
-    lens: JacobianLens, trace: Trace
+    lens: UsableLens, trace: Trace
 ) -> Float[Tensor, "n_maps d_model d_model"]:
     """Return the matrices of a lens in float64; raise unless it has all of the model's."""
     wanted = list(range(trace.n_layers - 1))
@@ -588,7 +593,7 @@ def _norms(
     return torch.linalg.matrix_norm(matrices)
 
 
-def _compared_facts(lens: JacobianLens, trace: Trace) -> tuple[list[str], list[str]]:
+def _compared_facts(lens: UsableLens, trace: Trace) -> tuple[list[str], list[str]]:
     """Return what a lens says of itself and the trace contradicts, and remarks."""
     own_facts = {
         **described_for_lens(trace.model),

@@ -13,7 +13,7 @@ from tl_coupling.arguments import Text, at_least, checked, described
 from tl_coupling.blocks import Trace
 from tl_coupling.jacobians import block_jacobians, pulled_back
 from tl_coupling.models import (
-    JacobianLens,
+    UsableLens,
     check_lens_fits,
     check_takes_lens,
     described_for_lens,
@@ -51,7 +51,7 @@ def product_lens(
     skip_first_positions: Annotated[int, at_least(0)] = SKIPPED,
     corpus: Text | None = None,
     progress: Progress | None = None,
-) -> JacobianLens:
+) -> UsableLens:
     r"""Return a mean over prompts of how blocks act together, as TransformerLens's lens.
 
     With `tokens="same"`, the mean product of blocks at one token t of each prompt p,
@@ -77,6 +77,9 @@ def product_lens(
     Gradients are pulled back through one block after the other, at the tokens of V
     alone. Both are the same where V is a single token.
 
+    Of a trace of `trace_modules` the lens has the matrices, and no model that it could
+    be read with.
+
     The lens is TransformerLens's own class: `lens.readout(model, prompt)`, `lens.save`
     and its interventions work. Its metadata name the `estimator`, so that
     `JacobianLens.merge` refuses to mix the two.
@@ -99,7 +102,8 @@ def product_lens(
             `final_norm`, of another model, of a model of one block, or of one whose
             tokens act on earlier ones; a negative `skip_first_positions`; and what TransformerLens
             says of models that its lens does not read.
-        TypeError: something that is not a trace, or not of a `TransformerBridge`.
+        TypeError: something that is not a trace, or of a model that is neither a
+            `TransformerBridge` nor one of HuggingFace, such as a HookedTransformer.
 
     Cost: at the same token the Jacobians of all blocks but the first for each prompt,
     and `2 L d³` flops in float64; memory for `L d²` numbers in float64, three times. For
@@ -161,7 +165,7 @@ class LensEstimate(NamedTuple):
     skip_first_positions: int
 
     @classmethod
-    def of_lens(cls, lens: JacobianLens) -> "LensEstimate":
+    def of_lens(cls, lens: UsableLens) -> "LensEstimate":
         """Return what a lens says that it is the mean of; by default what `fit` makes.
 
         Raises:
@@ -229,7 +233,7 @@ def _effects_on_later(
     return means
 
 
-def metadata_of(lens: JacobianLens) -> Mapping[str, Any]:
+def metadata_of(lens: UsableLens) -> Mapping[str, Any]:
     """Return what a lens says of itself; raise TypeError unless it is a mapping."""
     if not isinstance(lens.metadata, Mapping):
         raise TypeError(
@@ -249,7 +253,7 @@ def _whole_number(metadata: Mapping[str, Any], name: str) -> int:
     return int(fact)
 
 
-def check_matrices_of(lens: JacobianLens, d_model: int) -> None:
+def check_matrices_of(lens: UsableLens, d_model: int) -> None:
     """Raise unless every matrix of a lens is `[d_model d_model]`, of finite numbers.
 
     Raises:
@@ -275,7 +279,7 @@ def check_matrices_of(lens: JacobianLens, d_model: int) -> None:
             )
 
 
-def check_lens(lens: JacobianLens, trace: Trace) -> None:
+def check_lens(lens: UsableLens, trace: Trace) -> None:
     """Raise ValueError or TypeError unless a lens is of the model of a trace."""
     # Read by TransformerLens too.
     metadata = metadata_of(lens)

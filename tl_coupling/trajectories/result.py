@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_coupling.arguments import checked, made_by, warn_caller
 from tl_coupling.blocks import Trace
-from tl_coupling.models import JacobianLens
+from tl_coupling.models import JacobianLens, usable_lens
 from tl_coupling.progress import Progress
 from tl_coupling.results import Saved, ShortTable, plural, tidy_table
 from tl_coupling.spectra import inverse_singular_value_fit
@@ -257,6 +257,7 @@ def entropy_by_depth(
     depths = list(range(trace.n_layers))
     inner_depths = x[:-1]
     if lens is not None:
+        lens = usable_lens(lens)
         check_lens(lens, trace)
         # Depth l + 1 is what leaves block l.
         depths = [depth for depth in depths if depth - 1 in lens.jacobians]

@@ -39,7 +39,9 @@ def file(tmp_path: Path, cache: Path) -> Path:
 @pytest.fixture
 def parses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Each time that transformers reads tensors or fields from a GGUF file."""
+    from transformers import configuration_utils
     from transformers import modeling_gguf_pytorch_utils as legacy
+    from transformers.models.auto import tokenization_auto
 
     seen: list[str] = []
     load = legacy.load_gguf_checkpoint
@@ -48,7 +50,10 @@ def parses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("tensors" if return_tensors else "fields")
         return load(path, return_tensors=return_tensors, **options)
 
-    monkeypatch.setattr(legacy, "load_gguf_checkpoint", counted)
+    # Some versions import its name at the top of the modules that call it.
+    for module in (legacy, configuration_utils, tokenization_auto):
+        if hasattr(module, load.__name__):
+            monkeypatch.setattr(module, load.__name__, counted)
     return seen
 
 

@@ -88,7 +88,9 @@ def read_scores(path: AnyPath, *, score: str = "score") -> pandas.DataFrame:
     for name in table.columns.difference(["model", "checkpoint"]):
         texts = table[name].str.strip().replace("", np.nan)
         with contextlib.suppress(ValueError):
-            table[name] = pandas.to_numeric(texts)
+            numbers = pandas.to_numeric(texts)
+            # Before version 3 pandas reads a text up to one unit in its last place.
+            table[name] = texts.map(float) if numbers.dtype == float else numbers
     try:
         return checked_scores(table, score)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """Every measure of one model on a set of prompts, as one dataset."""
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -199,7 +200,7 @@ def _check_kinds(model: nn.Module, prompts: Sequence[Prompt]) -> None:
     for prompt in prompts:
         if reads_images and prompt.image is None:
             raise ValueError(
-                f"prompt {prompt.id!r} is a text, {prompt.prompt[:80]!r}, "
+                f"prompt {prompt.id!r} is a text, {prompt.text[:80]!r}, "
                 "and this model reads images: give Prompt(image=FILE)"
             )
         if prompt.image is not None and not reads_images:
@@ -218,8 +219,11 @@ def _check_lengths(
         return
     too_long = []
     for prompt in prompts:
+        content = prompt.content
+        # Of a model that reads text, all are texts or token ids.
+        assert not isinstance(content, Path)
         with naming_prompt(prompt):
-            tokens = tokenize(model, prompt.prompt, settings.prepend_bos)[0]
+            tokens = tokenize(model, content, settings.prepend_bos)[0]
         if len(tokens) > n_ctx:
             too_long.append(f"{prompt.id!r} ({len(tokens)})")
     if too_long:
