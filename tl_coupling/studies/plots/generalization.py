@@ -84,7 +84,7 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
         low = bootstrap.band_low
         high = bootstrap.band_high
         # The band is of lines: models may well lie outside.
-        look = {"color": "0.5", "alpha": 0.2, "linewidth": 0}
+        look: dict[str, Any] = {"color": "0.5", "alpha": 0.2, "linewidth": 0}
         ax.fill_between(
             band_x, low, high, label="95 % bootstrap band of the line", **look
         )
