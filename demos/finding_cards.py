@@ -18,7 +18,7 @@ import composition as composition_study
 import ladder
 import tl_coupling as tlc
 from tl_coupling.pictures import color_scale, labels
-from tl_coupling.results import RANDOM_STEPS, RANDOM_SUBSPACES
+from tl_coupling.results import CONTROLS, RANDOM_STEPS, RANDOM_SUBSPACES
 
 RESULTS = Path(__file__).parent / "studies" / "results"
 PROMPT = "What is the capital of France? The capital is"
@@ -163,23 +163,19 @@ def generalization() -> Figure:
     table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
     at_mark = table[(table["mark"] == "bigram") & (table["size"] == "K = 8")]
     figure, ax = card()
-    styles = (
-        (32, labels.BLUE, "o"),
-        (64, labels.GREEN, "D"),
-        (128, labels.ORANGE, "^"),
-    )
-    for width, color, marker in styles:
+    # The looks of the page's picture of the same models.
+    for width, look in labels.shaded(at_mark["width"]).items():
         of_width = at_mark[at_mark["width"] == width]
         ax.plot(
             of_width["learning_rate"],
             of_width["above_chance"],
-            marker,
-            color=color,
+            linestyle="",
             markersize=3,
             alpha=0.5,
+            **look,
         )
         means = of_width.groupby("learning_rate")["above_chance"].mean()
-        ax.plot(means, marker=marker, color=color, label=f"width {width}")
+        ax.plot(means, label=f"width {width}", **look)
     ax.axhline(0, **NULL_LINE)
     ax.annotate(RANDOM_SUBSPACES, (0.001, 0), va="bottom", ha="left", fontsize=9)
     rates = sorted(at_mark["learning_rate"].unique())
@@ -263,7 +259,7 @@ def heads_and_mlps() -> Figure:
         ax.plot(
             [], [], marker, color=color, label="untrained" if untrained else "trained"
         )
-    ax.plot([], [], color="0.85", linewidth=8, label="random vectors")
+    ax.plot([], [], color="0.85", linewidth=8, label="95 % of random")
     ax.axvline(0, **NULL_LINE)
     ax.set_yticks([0, -1, -2], list(names.values()))
     ax.set_xticks([-0.05, 0, 0.05])
@@ -289,7 +285,7 @@ def amplification() -> Figure:
         ax.plot(of_model["gain"], places, marker, color=color, alpha=0.7, label=name)
     ax.axvline(0, **NULL_LINE)
     ax.set_yticks([-place for place in range(len(tasks))], tasks)
-    ax.set_xlabel("gain in log σ₁ over turned blocks", loc="right")
+    ax.set_xlabel("gain in log σ₁ over blocks turned at random", loc="right")
     figure.legend(**LEGEND)
     return figure
 
@@ -299,8 +295,8 @@ def directions() -> Figure:
     figure, ax = card()
     models = {"smollm2-135m": "SmolLM2", "gemma-3-270m-q4_k_m": "Gemma"}
     styles = (
-        ("shared", labels.BLUE, "o", "shared by blocks"),
-        ("unshared", labels.ORANGE, "^", "not shared, same gain"),
+        ("shared", labels.BLUE, "o", CONTROLS["shared"]),
+        ("unshared", labels.ORANGE, "^", CONTROLS["unshared"]),
     )
     names = []
     for model, short in models.items():
@@ -342,11 +338,14 @@ def treatment() -> Figure:
             color=color,
             markersize=5,
             alpha=0.7,
-            label={"up": "raised", "down": "lowered"}.get(arm, arm),
+            label=arm if arm == "loss alone" else f"coupling {arm}",
         )
     null = tlc.measures.mean_random_coupling(8)
     ax.axvline(null, **NULL_LINE)
-    ax.set(xlabel="mean coupling (dotted: chance)", ylabel="held-out loss, nats")
+    ax.set(
+        xlabel=f"mean coupling (dotted: {RANDOM_SUBSPACES})",
+        ylabel="held-out loss, nats",
+    )
     figure.legend(**LEGEND | {"ncols": 3})
     return figure
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from scipy import stats
 
+from study_names import model_name
 from tl_coupling.pictures import labels
 
 CHANGES = ("dropped", "merged")
@@ -399,7 +400,10 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
             cost, coupling = own_parts(model, "coupling")
             look = {"marker": marker, "color": color, "s": 16, "alpha": 0.8}
             row[0].scatter(
-                model.predictors["coupling"][:, 0], model.cost, label=name, **look
+                model.predictors["coupling"][:, 0],
+                model.cost,
+                label=model_name(name),
+                **look,
             )
             row[1].scatter(coupling, cost, **look)
         row[0].set_ylabel(f"cost, {change}")

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -142,48 +141,47 @@ def print_report(tables: Mapping[str, pandas.DataFrame]) -> None:
 
 
 def draw(measured: pandas.DataFrame) -> Figure:
-    """Share above chance against the learning rate: a row for each size, a column
-    for each mark that some model reached, a line for each width, a point for each
+    """Share above chance against the learning rate: a row for each mark that some
+    model reached, a column for each size, a line for each width, a point for each
     model.
     """
     table = measured[measured["measure"] == "coupling"].dropna(subset="above_chance")
     sizes = list(dict.fromkeys(table["size"]))
     marks = [m for m in dict.fromkeys(table["mark"]) if m not in (UNTRAINED, END)]
     widths = sorted(table[WIDTH].unique())
-    colors = colormaps["viridis"](np.linspace(0, 0.85, len(widths)))
-    markers = tuple(labels.MARKERS.values())
-    figure = labels.new_figure(labels.PAGE_WIDTH, 1.2 + 2.0 * len(sizes))
+    figure = labels.new_figure(labels.PHONE_WIDTH, 1.2 + 1.4 * len(marks))
     grid = figure.subplots(
-        len(sizes), len(marks), sharex=True, sharey=True, squeeze=False
+        len(marks), len(sizes), sharex=True, sharey=True, squeeze=False
     )
-    for row, size in zip(grid, sizes, strict=True):
-        for ax, mark in zip(row, marks, strict=True):
+    for row, mark in zip(grid, marks, strict=True):
+        for ax, size in zip(row, sizes, strict=True):
             of_look = table[(table["size"] == size) & (table["mark"] == mark)]
-            for width, color, marker in zip(widths, colors, markers, strict=False):
+            for width, look in labels.shaded(widths).items():
                 models = of_look[of_look[WIDTH] == width]
                 means = models.groupby(RATE)["above_chance"].mean()
-                look = {"color": color, "marker": marker, "markersize": 4}
-                ax.plot(means, label=f"width {width}", **look)
+                ax.plot(means, label=f"width {width}", markersize=4, **look)
                 ax.plot(
                     models[RATE],
                     models["above_chance"],
                     linestyle="",
                     alpha=0.5,
-                    **look | {"markersize": 2.5},
+                    markersize=2.5,
+                    **look,
                 )
             ax.axhline(0, label=f"_{RANDOM_SUBSPACES}", **labels.NULL_LINE)
             ax.set(xscale="log")
             ax.tick_params(labelsize="small")
-        row[0].set_ylabel(f"share above chance\n{size}", fontsize="small")
-    for ax, mark in zip(grid[0], marks, strict=True):
         loss = table.loc[table["mark"] == mark, "loss_held_out"].mean()
-        ax.set_title(f"{mark}\n{loss:.2f} nats", fontsize="small")
+        row[0].set_ylabel(f"{mark}\n{loss:.2f} nats", fontsize="small")
+    for ax, size in zip(grid[0], sizes, strict=True):
+        # A number of singular vectors is k in all pictures; the table says K.
+        ax.set_title(size.replace("K", "k"), fontsize="small")
     for ax in grid[-1]:
         ticks = sorted(table[RATE].unique())
         ax.set_xticks(ticks, [f"{rate:g}" for rate in ticks])
         ax.minorticks_off()
         ax.set_xlabel("learning rate", fontsize="small")
-        ax.tick_params(axis="x", labelrotation=45)
+    figure.supylabel("coupling: share above chance", fontsize="small")
     handles, names = grid[0, 0].get_legend_handles_labels()
     labels.plain_legend(
         figure,
@@ -193,7 +191,7 @@ def draw(measured: pandas.DataFrame) -> Figure:
         ncols=len(widths),
         fontsize="small",
     )
-    title = "At the same held-out loss, coupling differs with the learning rate"
-    small = f"lines: means over models, small marks: models; dashed: {RANDOM_SUBSPACES}"
+    title = "At equal held-out loss, coupling differs · with the learning rate"
+    small = f"lines: means; small marks: models; · dashed: {RANDOM_SUBSPACES}"
     labels.entitle(figure, f"{title}\n{small}")
     return figure

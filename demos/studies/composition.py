@@ -56,6 +56,7 @@ from tqdm import tqdm
 import tl_coupling as tlc
 from paths import distinct_texts, interval
 from shared_directions import keep
+from study_names import model_name
 from tl_coupling.measures import in_metric, mean_random_coupling, random_rotations
 from tl_coupling.pictures import labels
 
@@ -67,12 +68,6 @@ DRAWN = {
     "identity alone": "identity alone",
     "whitened": "whitened",
     "turned": "turned",
-}
-MODELS = {
-    "all-MiniLM-L6-v2": "MiniLM",
-    "gemma-3-270m-q4_k_m": "Gemma-3-270M",
-    "qwen2.5-coder-0.5b-instruct-q4_k_m": "Qwen2.5-Coder",
-    "smollm2-135m": "SmolLM2-135M",
 }
 IS_SMALL = bool(os.environ.get("SMALL"))
 N_TEXTS = 2 if IS_SMALL else 20
@@ -318,7 +313,7 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
                 *(mean_and_error(of_model, change) for change in DRAWN), strict=True
             )
             look = {"color": color, "markersize": 4, "label": name}
-            ax.errorbar(means, places, xerr=errors, fmt="o", **look)
+            ax.errorbar(means, places, xerr=errors, fmt=labels.MARKERS[color], **look)
         at_random = table[table["change"] == AT_RANDOM].groupby("draw")["coupling"]
         draws = at_random.mean()
         place = places[list(DRAWN).index(WHITENED)] - 0.35
@@ -331,7 +326,7 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
         )
         ax.axvline(0, **labels.NULL_LINE)
         n_texts = table.loc[table["change"] == "raw", "text"].nunique()
-        ax.set_title(f"{MODELS.get(source, source)}\n{n_texts} texts", fontsize="small")
+        ax.set_title(f"{model_name(source)}\n{n_texts} texts", fontsize="small")
         ax.set_yticks(list(places), DRAWN.values())
         ax.spines[["top", "right"]].set_visible(False)
     handles, names = panels[0].get_legend_handles_labels()

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
@@ -221,54 +219,45 @@ def report_of(table: pandas.DataFrame, n_draws: int) -> str:
 
 def draw(table: pandas.DataFrame) -> Figure:
     """Gap and coupling against the share of other text, and one against the other
-    within subsets, a row for each mark.
+    within subsets, a column for each mark.
     """
     marks = marks_in(table)
-    figure = labels.new_figure(labels.PAGE_WIDTH, 0.9 + 2.5 * len(marks))
-    rows = figure.subplots(len(marks), 3, squeeze=False)
-    for axes, mark in zip(rows, marks, strict=True):
+    figure = labels.new_figure(labels.PHONE_WIDTH, 7.6)
+    columns = figure.subplots(3, len(marks), sharey="row", squeeze=False).T
+    for axes, mark in zip(columns, marks, strict=True):
         reached = reached_of(table, mark)
-        draw_against_share(axes[0], reached, "gap", "gap, nats")
-        draw_against_share(axes[1], reached, "coupling", "coupling: share above chance")
+        draw_against_share(axes[0], reached, "gap")
+        draw_against_share(axes[1], reached, "coupling")
         draw_within(axes[2], reached)
-        axes[1].set_title(f"{mark} nats", fontsize="small")
+        axes[0].set_title(f"{mark} nats", fontsize="small")
         for ax in axes:
             ax.tick_params(labelsize="small")
+    y_labels = ("gap, nats", "coupling: share above chance", "gap less mean")
+    for ax, label in zip(columns[0], y_labels, strict=True):
+        ax.set_ylabel(label, fontsize="small")
     handles, names = [], []
-    for ax in (rows[0][0], rows[0][2]):
+    for ax in (columns[0][0], columns[0][2]):
         more_handles, more_names = ax.get_legend_handles_labels()
         handles += more_handles
         names += more_names
     labels.plain_legend(
-        figure, handles, names, loc="outside lower center", ncols=5, fontsize="small"
+        figure, handles, names, loc="outside lower center", ncols=2, fontsize="small"
     )
-    title = "Gap and coupling of models with the same training loss"
-    small = "lines: means over models; right: both less the means of their subset"
+    title = "Gap and coupling at equal training loss"
+    small = "lines: means over models; · below: both less the means of their subset"
     labels.entitle(figure, f"{title}\n{small}")
     return figure
 
 
-def looks_of(values: pandas.Series) -> dict[float, dict[str, Any]]:
-    """Return a shade and a marker for each value, the largest the palest."""
-    kinds = sorted(values.unique())
-    shades = colormaps["viridis"](np.linspace(0, 0.8, len(kinds)))
-    markers = labels.MARKERS.values()
-    return {
-        kind: {"color": shade, "marker": marker}
-        for kind, shade, marker in zip(kinds, shades, markers, strict=False)
-    }
-
-
-def draw_against_share(ax: Axes, reached: pandas.DataFrame, y: str, label: str) -> None:
+def draw_against_share(ax: Axes, reached: pandas.DataFrame, y: str) -> None:
     """A line through means for each amount of text; points are models."""
-    for n_tokens, look in looks_of(reached["n_tokens"]).items():
+    for n_tokens, look in labels.shaded(reached["n_tokens"]).items():
         rows = reached[reached["n_tokens"] == n_tokens]
         means = rows.groupby("other_text")[y].mean()
         ax.plot(means.index, means, markersize=4, label=f"{n_tokens} tokens", **look)
         points = look | {"linestyle": "", "markersize": 2.5, "alpha": 0.5}
         ax.plot(rows["other_text"], rows[y], **points)
     ax.set_xlabel("share of other text", fontsize="small")
-    ax.set_ylabel(label, fontsize="small")
 
 
 def draw_within(ax: Axes, reached: pandas.DataFrame) -> None:
@@ -282,4 +271,3 @@ def draw_within(ax: Axes, reached: pandas.DataFrame) -> None:
         look = labels.marked(color) | {"linestyle": "", "markevery": 1}
         ax.plot(rows["coupling"], rows["gap"], label=f"learning rate {rate:g}", **look)
     ax.set_xlabel("coupling less mean", fontsize="small")
-    ax.set_ylabel("gap less mean", fontsize="small")

@@ -243,7 +243,7 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     colors = {
         OWN: labels.BLUE,
         OTHER_PROMPTS: labels.ORANGE,
-        TURNED: labels.VERMILION,
+        TURNED: labels.BLACK,
     }
     for column, (name, table) in zip(grid.T, tables.items(), strict=True):
         for ax, measure in zip(column, ("defect", "covariation"), strict=True):

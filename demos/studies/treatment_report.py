@@ -7,6 +7,7 @@ import numpy as np
 import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
 from tl_coupling.measures import mean_random_coupling
@@ -59,7 +60,7 @@ LOOKS = {
     "twisted up": (labels.GREEN, ":"),
     "down": (labels.VERMILION, "-"),
     "placebo down": (labels.ORANGE, "--"),
-    "twisted down": (labels.PINK, ":"),
+    "twisted down": (labels.PINK, "-."),
 }
 
 
@@ -343,7 +344,7 @@ def draw(curves: pandas.DataFrame, models: pandas.DataFrame, k: int) -> Figure:
     each amount of text.
     """
     texts = [t for t in ("little", "enough") if t in set(models["part"])]
-    figure = labels.new_figure(labels.PAGE_WIDTH, 6.4)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 7.4)
     grid = figure.subplots(2, len(texts), sharey="row", squeeze=False)
     contrasts = contrasts_of(models)
     for column, text in enumerate(texts):
@@ -358,11 +359,11 @@ def draw(curves: pandas.DataFrame, models: pandas.DataFrame, k: int) -> Figure:
         handles + bars[0],
         names + bars[1],
         loc="outside lower center",
-        ncols=4,
+        ncols=2,
         fontsize="small",
     )
-    small = "lines: means over seeds; bars: 95 % t intervals of paired differences"
-    title = "Coupling is raised and lowered; the held-out loss hardly follows"
+    small = "lines: means over seeds; · bars: paired differences in held-out loss, 95 % t intervals"
+    title = "Coupling is raised and lowered; the loss hardly follows"
     labels.entitle(figure, f"{title}\n{small}")
     return figure
 
@@ -403,5 +404,6 @@ def draw_differences(ax: Axes, contrasts: pandas.DataFrame) -> None:
     ax.axvline(0, **labels.NULL_LINE)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
-    ax.set_xlabel("difference in held-out loss, nats", fontsize="small")
+    ax.set_xlabel("difference, nats", fontsize="small")
     ax.tick_params(labelsize="small")
+    ax.xaxis.set_major_locator(MaxNLocator(2, symmetric=True))

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas
 import xarray
 from jaxtyping import Float
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -288,7 +286,7 @@ def draw_rates(study: Study) -> Figure:
     """
     figure, axes = panels(study)
     for ax, token in zip(axes, study.per_image, strict=True):
-        for decay, look in looks(levels(study, DECAY)):
+        for decay, look in labels.shaded(levels(study, DECAY)).items():
             rows = study.table[study.table[DECAY] == decay]
             mean = rows.groupby(RATE)[token].mean()
             ax.plot(mean.index, mean, label=f"weight decay {decay:g}", **look)
@@ -310,7 +308,7 @@ def draw_accuracy(study: Study) -> Figure:
     """
     figure, axes = panels(study)
     for ax, token in zip(axes, study.per_image, strict=True):
-        for rate, look in looks(levels(study, RATE)):
+        for rate, look in labels.shaded(levels(study, RATE)).items():
             rows = study.table[study.table[RATE] == rate]
             x = rows[token].to_numpy()
             y = 100 * rows[ACCURACY].to_numpy()
@@ -344,18 +342,6 @@ def panels(study: Study) -> tuple[Figure, list[Axes]]:
             else token,
         )
     return figure, axes
-
-
-def looks(of: Sequence[float]) -> list[tuple[float, dict[str, Any]]]:
-    """Each value with its shade, dark to light, and its marker; the lightest shades
-    are not seen on white.
-    """
-    shades = colormaps["viridis"](np.linspace(0, 0.85, len(of)))
-    markers = labels.MARKERS.values()
-    return [
-        (value, {"color": shade, "marker": marker})
-        for value, shade, marker in zip(of, shades, markers, strict=False)
-    ]
 
 
 def described(study: Study) -> str:

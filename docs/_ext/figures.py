@@ -36,6 +36,7 @@ from public_api import public_names
 FIGURES = ROOT / "docs/_made/figures"
 # Saved with 200 dots an inch, shown with 100.
 DOTS = 2
+WIDTH_OF_PAGE = 736
 # Beside the text of a docstring; a click shows the whole.
 WIDTH_IN_REFERENCE = 460
 EXAMPLES = Path(__file__).with_name("examples.py")
@@ -303,8 +304,29 @@ def _breakable(name: str) -> nodes.literal:
     return literal
 
 
+def open_whole(app: Sphinx, doctree: nodes.document) -> None:
+    """Give pictures the width at which they are shown: a click then opens the file.
+
+    Sphinx links pictures that have a width to their file. Cards and thumbnails lead to
+    pages, and drawings in SVG are whole at every width.
+    """
+    # Pictures of findings, and README's, have as many dots as the plots of pages.
+    sharp = (Path(app.srcdir), Path(app.srcdir, "pictures"))
+    for image in doctree.findall(nodes.image):
+        file = Path(app.srcdir, image["uri"].lstrip("/"))
+        has_width = {"width", "height", "scale"} & set(image.attributes)
+        is_card = "sd-card-img-top" in image["classes"]
+        if has_width or is_card or file.suffix != ".png" or not file.exists():
+            continue
+        with Image.open(file) as picture:
+            dots = DOTS if file.parent in sharp else 1
+            image["width"] = f"{min(picture.width // dots, WIDTH_OF_PAGE)}px"
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", draw, priority=400)
+    # After Sphinx has found the files.
+    app.connect("doctree-read", open_whole, priority=900)
     app.connect("source-read", show_below_blocks)
     app.connect("autodoc-process-docstring", show_in_reference)
     app.add_directive("plots", Plots)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageChops, ImageOps
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 
@@ -104,12 +104,40 @@ def tagged_picture(notebook: dict[str, Any], name: str) -> bytes:
 
 
 def card(picture: bytes) -> bytes:
-    """Return a picture on white, at the proportions that all cards have."""
-    whole = Image.open(io.BytesIO(picture)).convert("RGB")
-    cut = ImageOps.pad(whole, CARD, color="white")
+    """Return the plot of a picture on white, at the proportions that all cards have.
+
+    Titles and legends, which are too small to read there, are cut off where the file
+    says where its plot is. Of a high plot the upper part is shown.
+    """
+    image = Image.open(io.BytesIO(picture))
+    plot = without_margins(image)
+    cut = ImageOps.pad(plot, CARD, color="white")
     written = io.BytesIO()
     cut.save(written, "PNG", optimize=True)
     return written.getvalue()
+
+
+def without_margins(image: Image.Image) -> Image.Image:
+    """Return a picture's plot, without what is white around it."""
+    plot = Image.new("RGB", image.size, "white")
+    whole = image.convert("RGBA")
+    plot.paste(whole, mask=whole)
+    if place := image.info.get("Plot"):
+        left, top, right, bottom = (float(share) for share in place.split())
+        width, height = plot.size
+        plot = plot.crop(
+            (
+                int(left * width),
+                int(top * height),
+                round(right * width),
+                round(bottom * height),
+            )
+        )
+    white = Image.new("RGB", plot.size, "white")
+    drawn = ImageChops.difference(plot, white).getbbox()
+    if drawn is not None:
+        plot = plot.crop(drawn)
+    return plot.crop((0, 0, plot.width, min(plot.height, plot.width)))
 
 
 def report(app: Sphinx) -> None:

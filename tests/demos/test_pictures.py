@@ -18,7 +18,7 @@ import gap_report
 import ladder
 import pictures
 import tl_coupling as tlc
-from drawn_texts import unreadable
+from drawn_texts import mixed_up, smallest_letters, unreadable
 from findings import findings
 from tl_coupling.pictures import labels
 from tl_coupling.results import CONTROLS
@@ -295,13 +295,63 @@ def test_pages_figures_and_tables_have_one_name_for_each_control() -> None:
     "name",
     [
         *("ablation", "paths", "sizes", "redundancy", "block_costs", "capacity", "gap"),
-        "composition",
+        *("composition", "rotation", "treatment", "lens-products"),
+        *("card-trajectories", "card-training", "card-generalization"),
+        *("card-treatment", "card-redundancy", "card-amplification"),
+        "card-directions",
     ],
 )
 def test_pictures_of_committed_results_can_be_read(name: str) -> None:
     figure = pictures.PICTURES[f"pictures/{name}.png"]()
     assert unreadable(figure) == []
     assert figure.get_figwidth() <= labels.PAGE_WIDTH
+    assert mixed_up(figure) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["gap", "treatment", "redundancy", "capacity", "sizes"]
+)
+def test_letters_of_pictures_with_many_panels_can_be_read_on_a_telephone(
+    name: str,
+) -> None:
+    figure = pictures.PICTURES[f"pictures/{name}.png"]()
+    assert smallest_letters(figure, 358) >= 9
+    assert unreadable(figure) == []
+
+
+def test_the_title_of_rotations_holds_in_every_row() -> None:
+    """Together less apart, with its interval: what the title says of each side."""
+    outcomes = {}
+    for side in ("write", "read", "both"):
+        rows = pandas.read_csv(pictures.RESULTS / "rotation" / f"{side}.csv")
+        losses = rows.pivot_table("loss_change", ["angle", "text"], "kind")
+        difference = (losses["together"] - losses["apart"]).groupby("angle")
+        half = scipy.stats.t.ppf(0.975, difference.count() - 1) * difference.sem()
+        signs = np.sign(difference.mean()).where(difference.mean().abs() > half, 0)
+        outcomes[side] = signs.astype(int).to_dict()
+    less = {10: -1, 20: -1, 45: -1}
+    assert outcomes["read"] == less | {90: 1}
+    assert outcomes["both"] == less | {90: 0}
+    assert outcomes["write"] == {10: 0, 20: 1, 45: -1, 90: 1}
+    said = " ".join(pictures.rotation().get_suptitle().split())
+    assert "Where reads turn, one rotation" in said
+    assert "less than one each, to 45°" in said
+    assert "no difference seen at 10°, more at 20° and 90°, less at 45°" in said
+
+
+def test_widths_have_one_look_on_the_card_and_on_its_page() -> None:
+    card = finding_cards.generalization().axes[0]
+    page = pictures.capacity().axes[0]
+    looks = [
+        {
+            line.get_label(): (line.get_color(), line.get_marker())
+            for line in ax.lines
+            if line.get_label().startswith("width")
+        }
+        for ax in (card, page)
+    ]
+    assert len(looks[0]) == 3
+    assert looks[0] == looks[1]
 
 
 def test_every_text_is_counted_for_each_model() -> None:

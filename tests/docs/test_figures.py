@@ -2,14 +2,17 @@
 lists, and the drawing that explains coupling.
 """
 
+import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 import pages
@@ -176,3 +179,73 @@ def test_the_drawing_stays_inside_its_panels(drawing: ModuleType) -> None:
             half = 3.5 * len(words)
             assert half <= float(text.get("x", 0)) <= drawing.WIDTH - half, words
             assert 12 <= float(text.get("y", 0)) <= drawing.HEIGHT, words
+
+
+def test_a_picture_without_a_width_opens_whole(
+    figures: ModuleType, tmp_path: Path
+) -> None:
+    nodes = pytest.importorskip("docutils.nodes")
+    docutils = pytest.importorskip("docutils.utils")
+    save_picture(tmp_path / "pictures" / "sharp.png")
+    save_picture(tmp_path / "_made" / "plain.png")
+    document = docutils.new_document("page")
+    cases = {
+        "sharp": {"uri": "pictures/sharp.png"},
+        "plain": {"uri": "_made/plain.png"},
+        "narrow": {"uri": "pictures/sharp.png", "width": "150px"},
+        "card": {"uri": "pictures/sharp.png", "classes": ["sd-card-img-top"]},
+        "drawing": {"uri": "_made/house.svg"},
+    }
+    images = {name: nodes.image(**attributes) for name, attributes in cases.items()}
+    document += list(images.values())
+    figures.open_whole(SimpleNamespace(srcdir=tmp_path), document)
+    widths = {name: image.get("width") for name, image in images.items()}
+    assert widths == {
+        "sharp": "400px",
+        "plain": "736px",
+        "narrow": "150px",
+        "card": None,
+        "drawing": None,
+    }
+
+
+@pytest.mark.parametrize(("width", "height"), [(6.0, 4.0), (4.0, 8.0)])
+def test_a_thumbnail_shows_the_plot_alone(
+    figures: ModuleType, tmp_path: Path, width: float, height: float
+) -> None:
+    """Of a black plot with a red title, above a legend in red."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    ax = figure.subplots()
+    ax.set_facecolor("black")
+    figure.suptitle("A title", color="red", fontsize=30)
+    figure.legend([], title="a legend", title_fontsize=20, loc="outside lower center")
+    figure.legends[0].get_title().set_color("red")
+    pages.save_figures([figure], ["plot_this"], tmp_path)
+    whole = Image.open(tmp_path / "plot_this.png").convert("RGB")
+    card = figures.card((tmp_path / "plot_this.png").read_bytes())
+    small = Image.open(io.BytesIO(card)).convert("RGB")
+    assert small.size == (640, 400)
+    assert share_of(whole, RED) > 0.001
+    assert share_of(small, RED) == 0
+    assert share_of(small, BLACK) > 0.4
+
+
+RED = (255, 0, 0)
+BLACK = (0, 0, 0)
+
+
+def share_of(image: Image.Image, color: tuple[int, int, int]) -> float:
+    """Return the share of a picture's dots that are near to a colour."""
+    dots = np.asarray(image, int)
+    return float((np.abs(dots - color).max(axis=-1) < 40).mean())
+
+
+def test_what_is_white_around_a_picture_is_no_part_of_its_thumbnail(
+    figures: ModuleType,
+) -> None:
+    picture = Image.new("RGBA", (800, 600), (255, 255, 255, 0))
+    picture.paste((0, 0, 0, 255), (300, 300, 460, 400))
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    small = Image.open(io.BytesIO(figures.card(written.getvalue()))).convert("RGB")
+    assert share_of(small, BLACK) == 1

@@ -257,8 +257,8 @@ def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> No
 @pytest.mark.parametrize(
     ("values", "ends", "colors"),
     [
-        ([1.0, 3.0], ("1", "3"), ["white", "#2166ac"]),
-        ([-1.0, 4.0], ("-4", "4"), ["#b2182b", "white", "#2166ac"]),
+        ([1.0, 3.0], ("1", "3"), ["white", "#b2182b"]),
+        ([-1.0, 4.0], ("-4", "4"), ["#2166ac", "white", "#b2182b"]),
     ],
 )
 def test_a_color_bar_has_its_ends_labelled(
@@ -495,10 +495,10 @@ def test_the_pointer_over_a_map_reads_every_pair(
         for row, col in itertools.product(range(3), repeat=2)
     }
     assert seen == expected
-    # Undefined is grey; the larger a value, the less red is left in its blue.
+    # Undefined is grey; the larger a value, the less blue is left in its red.
     assert shown_as.pop((2, 0)) == [187, 187, 187]
     by_value = sorted(shown_as, key=lambda pair: float(seen[pair]))
-    assert by_value == sorted(shown_as, key=lambda pair: -shown_as[pair][0])
+    assert by_value == sorted(shown_as, key=lambda pair: -shown_as[pair][2])
 
 
 @pytest.mark.long("shows a page in a browser")
@@ -507,7 +507,7 @@ def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
     values = torch.tensor([-4.0, 0.0, 2.0, 4.0, math.nan])
     show_tokens(list("abcde"), values).save(page)
     browser.open_page(chromium, page, 1280)
-    red, white, pale, blue, undefined = chromium.execute_script(
+    blue, white, pale, red, undefined = chromium.execute_script(
         "return [...document.querySelectorAll('.colored-tokens > "
         "span > span')].map(e => getComputedStyle(e))"
         ".map(style => [style.backgroundColor, style.backgroundImage, style.color])"
@@ -517,9 +517,52 @@ def test_colours_of_tokens(chromium: Any, tmp_path: Path) -> None:
         "rgb(255, 255, 255)",
         "rgb(33, 102, 172)",
     )
-    assert 33 < int(re.findall(r"\d+", pale[0])[0]) < 255
+    assert 24 < int(re.findall(r"\d+", pale[0])[1]) < 255
     assert "gradient" in undefined[1]
     assert undefined[2] == "rgb(17, 17, 17)"
+
+
+@pytest.mark.long("shows a page in a browser")
+def test_every_token_can_be_read_on_its_colour(chromium: Any, tmp_path: Path) -> None:
+    page = tmp_path / "tokens.html"
+    values = torch.linspace(-1, 1, 201)
+    show_tokens(["word"] * len(values), values).save(page)
+    browser.open_page(chromium, page, 1280)
+    looks = chromium.execute_script(
+        "return [...document.querySelectorAll('.colored-tokens > "
+        "span > span')].map(e => getComputedStyle(e))"
+        ".map(style => [style.backgroundColor, style.color])"
+    )
+    assert len(looks) == len(values)
+    assert min(contrast(*look) for look in looks) >= 4.5
+
+
+def contrast(background: str, letters: str) -> float:
+    """Return the contrast of two colours, "rgb(…)", as WCAG 2 defines it."""
+    luminances = []
+    for color in (background, letters):
+        levels = [int(level) / 255 for level in re.findall(r"\d+", color)]
+        linear = [
+            level / 12.92 if level <= 0.04045 else ((level + 0.055) / 1.055) ** 2.4
+            for level in levels
+        ]
+        weighed = zip((0.2126, 0.7152, 0.0722), linear, strict=True)
+        luminances.append(sum(weight * level for weight, level in weighed))
+    darker, lighter = sorted(luminances)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_contrast_is_that_of_known_pairs() -> None:
+    assert contrast("rgb(0, 0, 0)", "rgb(255, 255, 255)") == pytest.approx(21)
+    assert contrast("rgb(118, 118, 118)", "rgb(255, 255, 255)") == pytest.approx(
+        4.54, abs=0.005
+    )
+
+
+def test_circuitsvis_no_longer_chooses_the_colour_of_letters() -> None:
+    script = circuitsvis_script()
+    assert "brightness()<" not in script
+    assert script.count("isDark(") > 1
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def test_products_stand_beside_their_bands(tiny_trace):
     assert np.allclose(dashed.get_ydata(), null_ratio.mean(0))
     heights = ratio.collections[0].get_paths()[0].vertices[:, 1]
     assert heights.min() == pytest.approx(np.quantile(null_ratio, 0.025, axis=0).min())
-    assert f"trained {result.alignment_gain[-1]:+.2f}" in fig.get_suptitle()
+    gain = f"{result.alignment_gain[-1]:+.2f}".replace("-", "−")
+    assert f"trained {gain}" in fig.get_suptitle()
     assert largest.get_xlabel() == "product up to layer"
 
 

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import tl_coupling as tlc
-from drawn_texts import drawn_texts, unreadable
+from drawn_texts import drawn_texts, mixed_up, smallest_letters, unreadable
 from made_up_results import random_map
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.pictures import labels
@@ -35,6 +35,7 @@ def test_the_example_of_each_plot_can_be_read(name, request, monkeypatch):
     assert figures, said.getvalue()
     problems = [problem for figure in figures for problem in unreadable(figure)]
     assert problems == []
+    assert [problem for figure in figures for problem in mixed_up(figure)] == []
     # Wider ones have letters too small to read on a page.
     assert max(figure.get_figwidth() for figure in figures) <= labels.PAGE_WIDTH
 
@@ -100,6 +101,30 @@ def test_what_cannot_be_read_is_found():
     ]
 
 
+def test_what_is_written_otherwise_is_found():
+    figure = Figure(figsize=(5, 3))
+    texts = {
+        "ρ = .46": "a decimal without its 0",
+        "ρ -0.46": "a hyphen for a minus",
+        "K = 8": "K for k",
+        "qwen2.5-q4_k_m": "the name of a file",
+        "out/real/a.gguf": "the name of a file",
+    }
+    right = "ρ −0.46, k = d/8, 2.5-fold, SmolLM2-135M, layers 3-5, $10^{-1}$"
+    for row, words in enumerate([*texts, right]):
+        figure.text(0.1, row / 8, words)
+    expected = {f"{what}: {words!r}" for words, what in texts.items()}
+    assert set(mixed_up(figure)) == expected | {"the name of a file: 'out/real/a.gguf'"}
+
+
+def test_the_smallest_letters_are_those_of_the_smallest_text():
+    figure = Figure(figsize=(4.6, 2))
+    figure.text(0.1, 0.1, "small", fontsize="small")
+    figure.text(0.1, 0.5, "medium", fontsize="medium")
+    # 8.33 points, of 72 in an inch of 358 / 4.6 pixels.
+    assert smallest_letters(figure, 358) == pytest.approx(9.005, abs=0.01)
+
+
 def test_a_title_has_a_small_second_line_until_it_is_replaced():
     ax = tlc.plot_coupling(france("depth", 5))
     (first, head, _), (second, small, _) = sorted(
@@ -114,6 +139,23 @@ def test_a_title_has_a_small_second_line_until_it_is_replaced():
     texts = [words for words, *_ in drawn_texts(ax.figure)]
     assert "mine" in texts
     assert second not in texts
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("smollm2-135m", "smollm2-135m"),
+        ("owner/name-1.7B", "owner/name-1.7B"),
+        ("models/width16/step2", "width16/step2"),
+        ("/home/somebody/models/width16/step2", "width16/step2"),
+        ("out/real/qwen/qwen2.5-0.5b-q4_k_m.gguf", "qwen2.5-0.5b-q4_k_m"),
+        ("qwen2.5-0.5b-q4_k_m.gguf", "qwen2.5-0.5b-q4_k_m"),
+    ],
+)
+def test_titles_have_names_and_no_paths(model: str, shown: str) -> None:
+    assert labels.short_path(model) == shown
+    (title,) = labels.heading("What", [{"model": model}]).splitlines()[1:]
+    assert title == shown
 
 
 def test_letters_stay_text_in_a_pdf_outside_the_style_of_papers():

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from matplotlib.colors import to_hex
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 import tl_coupling as tlc
@@ -398,6 +399,23 @@ def test_parts_of_results_are_drawn_like_themselves(tiny_trace: Trace):
         plot_inverse_singular_values(whole).lines, of_map, strict=True
     ):
         np.testing.assert_allclose(line.get_ydata(), same.get_ydata(), rtol=1e-4)
+
+
+def test_no_line_before_the_first_layer_hides_another(tiny_trace: Trace):
+    """Drawn alone in one place, each of three lines is seen somewhere."""
+    noisy = perturbation(tiny_trace, (0.1, 1.0), n_samples=2)
+    names = ("trained", "untrained", "other")
+    ax = plot_perturbation(dict.fromkeys(names, noisy))
+    before = [line for line in ax.lines if "before" in line.get_label()]
+    colors = [to_rgb(line.get_color()) for line in before]
+    for line in set(ax.lines) - set(before):
+        line.remove()
+    canvas = FigureCanvasAgg(ax.figure)
+    ax.get_legend().remove()
+    canvas.draw()
+    dots = np.asarray(canvas.buffer_rgba())[..., :3] / 255
+    for color in colors:
+        assert (np.abs(dots - color).max(axis=-1) < 0.02).sum() > 20
 
 
 def test_parts_that_were_left_out_are_named(tiny_trace: Trace):

@@ -1,6 +1,7 @@
 """Where a figure writes, and what of it cannot be read: cut, or across another text."""
 
 import itertools
+import re
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,13 @@ from matplotlib.transforms import Affine2D, Bbox
 
 # In pixels: letters may touch, and antialiasing rounds.
 _TOLERANCE = 1.0
+# What texts of pictures write in another way: 0.46, −0.46, k and a model's name.
+_MIXED_UP = {
+    "a decimal without its 0": re.compile(r"(?<![\d\w])\.\d"),
+    "a hyphen for a minus": re.compile(r"(?<![\w{)\]-])-\d"),
+    "K for k": re.compile(r"\bK\b"),
+    "the name of a file": re.compile(r"q\d_k_|\.(?:gguf|csv|png)\b"),
+}
 
 
 def drawn_texts(figure: Figure) -> list[tuple[str, Bbox, Path]]:
@@ -30,6 +38,33 @@ def drawn_texts(figure: Figure) -> list[tuple[str, Bbox, Path]]:
     with mock.patch.object(Text, "draw", record):
         figure.draw_without_rendering()
     return texts
+
+
+def mixed_up(figure: Figure) -> list[str]:
+    """Return what in the texts of a figure is written otherwise than in all pictures."""
+    return [
+        f"{what}: {words!r}"
+        for words, *_ in drawn_texts(figure)
+        for what, pattern in _MIXED_UP.items()
+        if pattern.search(words)
+    ]
+
+
+def smallest_letters(figure: Figure, width: int) -> float:
+    """Return the size of the smallest letters, in pixels, where a figure is shown so
+    many pixels wide.
+    """
+    points = []
+    draw = Text.draw
+
+    def record(text: Text, renderer: object, *arguments: object) -> None:
+        draw(text, renderer, *arguments)
+        if text.get_visible() and text.get_text().strip():
+            points.append(text.get_fontsize())
+
+    with mock.patch.object(Text, "draw", record):
+        figure.draw_without_rendering()
+    return min(points) / 72 * width / figure.get_figwidth()
 
 
 def _outline(text: Text, box: Bbox) -> Path:

@@ -168,7 +168,7 @@ def page_name(path: Path) -> str:
 
 def save_figures(figures: Iterable["Figure"], plots: list[str], folder: Path) -> None:
     """Save a figure for each of `plots` under its name, with the words at its top as
-    its description.
+    its description, and the place of its plot, which thumbnails show.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in zip(plots, figures, strict=True):
@@ -178,8 +178,29 @@ def save_figures(figures: Iterable["Figure"], plots: list[str], folder: Path) ->
             folder / f"{name}.png",
             # Twice the pixels that a page shows: sharp on a telephone, too.
             dpi=200,
-            metadata={"Software": None, "Description": words},
+            metadata={
+                "Software": None,
+                "Description": words,
+                "Plot": place_of_plot(figure),
+            },
         )
+
+
+def place_of_plot(figure: "Figure") -> str:
+    """Return left, top, right and bottom of a figure's Axes and their labels, without
+    titles and legends, as shares of its width and height.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    boxes = []
+    for ax in figure.axes:
+        parts = (ax.xaxis, ax.yaxis) if ax.axison else ()
+        label_boxes = [part.get_tightbbox() for part in parts]
+        boxes += [ax.get_window_extent(), *filter(None, label_boxes)]
+    plot = Bbox.union(boxes).transformed(figure.transFigure.inverted())
+    ends = (plot.x0, 1 - plot.y1, plot.x1, 1 - plot.y0)
+    return " ".join(f"{min(max(end, 0.0), 1.0):.4f}" for end in ends)
 
 
 if __name__ == "__main__":

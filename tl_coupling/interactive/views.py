@@ -6,6 +6,7 @@ import html
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,8 +27,9 @@ from tl_coupling.pictures import color_scale
 _LONGEST_LABEL = 14
 # Rows of a box that are shown before a reader asks for all.
 _MOST_UNFOLDED = 10
-# The ends of ColorBrewer's RdBu, which is safe for the colour-blind.
-_POSITIVE, _NEGATIVE, _UNDEFINED = "#2166ac", "#b2182b", "#bbbbbb"
+# The ends of ColorBrewer's RdBu, which is safe for the colour-blind: red above 0, as in
+# all pictures.
+_POSITIVE, _NEGATIVE, _UNDEFINED = "#b2182b", "#2166ac", "#bbbbbb"
 # Control characters, halves of characters, and what would turn the text after it
 # around.
 _NOT_SHOWN = [
@@ -53,6 +55,14 @@ _WORDS = {
     "`Src: ": "`Column: ",
     "`Val: ": "`Value: ",
 }
+# circuitsvis writes white on colours that are too pale for it. On a colour whose
+# luminance, as WCAG defines it, is this one, white and black have the same contrast, 4.6;
+# on every other one of them has more.
+_CHOICE_OF_LETTERS = re.compile(r"(\w+\(\w+\))\.brightness\(\)<\.6")
+_IS_DARK = """const isDark = ({r, g, b}) => {
+  const linear = (v) => v <= 10.31475 ? v / 3294.6 : ((v / 255 + .055) / 1.055) ** 2.4;
+  return .2126 * linear(r) + .7152 * linear(g) + .0722 * linear(b) < .179;
+};"""
 
 _HERE = Path(__file__)
 VIEW_STYLE = _HERE.with_suffix(".css").read_text(encoding="utf-8")
@@ -217,8 +227,8 @@ def show_tokens(
 
     The prompt stands once for each named value; the pointer shows the value.
 
-    White is the smallest value and full blue the largest; where some are negative white
-    is 0, red is negative, and both ends are equally far from 0. Undefined values (NaN)
+    White is the smallest value and full red the largest; where some are negative white
+    is 0, blue is negative, and both ends are equally far from 0. Undefined values (NaN)
     are hatched.
 
     Args:
@@ -327,10 +337,12 @@ def circuitsvis_script() -> str:
     # The words are in the bundle alone; circuitsvis takes none as arguments.
     for theirs, ours in _WORDS.items():
         bundle = bundle.replace(theirs, ours)
+    bundle = _CHOICE_OF_LETTERS.sub(r"isDark(\1.toRgb())", bundle)
     boot = _HERE.with_suffix(".js").read_text(encoding="utf-8")
     # Once on a page: its parts complain when they are registered again.
     return (
-        f"window.CircuitsVis ??= (() => {{ {bundle}\nreturn CircuitsVis; }})();\n{boot}"
+        f"window.CircuitsVis ??= (() => {{ {_IS_DARK}\n{bundle}\nreturn CircuitsVis; }})();"
+        f"\n{boot}"
     )
 
 
@@ -435,7 +447,7 @@ def _short_name(token: str) -> str:
 def _tokens_widget(
     str_tokens: Sequence[str], values: Sequence[float], scale: tuple[float, float]
 ) -> str:
-    # Red down to −high where low is −high; else white at low.
+    # Blue down to −high where low is −high; else white at low.
     start, high = max(scale[0], 0.0), scale[1]
     cells = [
         _cell(value, (value - start) / ((high - start) or 1.0), undefined=None)
@@ -474,7 +486,7 @@ def _title(name: str, values: Sequence[float]) -> str:
 def _color_bar(low: float, high: float) -> str:
     """Draw a colour bar with its ends labelled.
 
-    It runs from white to blue, or from red over white to blue where `low` is negative.
+    It runs from white to red, or from blue over white to red where `low` is negative.
     """
     colors = f"{_NEGATIVE}, white, {_POSITIVE}" if low < 0 else f"white, {_POSITIVE}"
     return (

@@ -72,10 +72,11 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
 def _format_difference(comparison: Comparison) -> str:
     """Return the difference in the mean, with its interval."""
     low, high = comparison.interval
-    text = f"Mean difference {comparison.mean_difference:+.3f}"
+    text = f"Mean difference {labels.signed(comparison.mean_difference, '+.3f')}"
     if np.isnan(low):
         return f"{text}, one prompt"
-    return f"{text}, 95 % [{low:+.3f}, {high:+.3f}]"
+    ends = f"{labels.signed(low, '+.3f')}, {labels.signed(high, '+.3f')}"
+    return f"{text}, 95 % [{ends}]"
 
 
 def _name_layers(ax: Axes, comparison: Comparison) -> None:

@@ -80,7 +80,7 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         name = _names(result)[str(kind)]
         ax.plot(kind_rows["scale"], kind_rows["kl"], label=name, **look)
     ax.set(xscale="log", yscale="log")
-    ax.set_xticks(result.scales, [f"{scale:g}" for scale in result.scales])
+    ax.set_xticks(result.scales, [labels.signed(scale) for scale in result.scales])
     # Minor ticks of a logarithmic axis would name scales that were not measured.
     ax.minorticks_off()
     ax.set(
@@ -119,10 +119,12 @@ def _draw_differences(ax: Axes, controls: "pandas.DataFrame", name: str) -> None
     decade = 10 ** np.floor(np.log10(largest))
     ax.set_yscale("symlog", linthresh=decade / 10)
     ticks = np.array([-decade, -decade / 10, 0, decade / 10, decade])
-    ax.set_yticks(ticks, [f"{tick:+.2g}" if tick else "0" for tick in ticks])
+    ax.set_yticks(
+        ticks, [labels.signed(tick, "+.2g") if tick else "0" for tick in ticks]
+    )
     ax.minorticks_off()
     ax.set_ylim(-1.5 * largest, 1.5 * largest)
-    ax.set_xticks(range(len(scales)), [f"{scale:g}" for scale in scales])
+    ax.set_xticks(range(len(scales)), [labels.signed(scale) for scale in scales])
     ax.set(xlabel="ε", ylabel=f"KL, {name}\nminus control [95 %]")
 
 

@@ -82,7 +82,7 @@ def _draw_null(
 def _gains(results_by_name: Mapping[str, Products]) -> str:
     """Say by how much log σ₁ of all blocks exceeds its null."""
     gains = [
-        f"{name} {float(result.alignment_gain[-1]):+.2f}"
+        f"{name} {labels.signed(float(result.alignment_gain[-1]), '+.2f')}"
         for name, result in results_by_name.items()
     ]
     return f"log σ₁ of all blocks, above {TURNED_BLOCKS}: {', '.join(gains)}"

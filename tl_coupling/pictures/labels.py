@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import Colormap
+from matplotlib.colors import Colormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
@@ -35,6 +35,9 @@ from tl_coupling.spectra import check_k
 # The widest that a figure may be, in inches: pages show it at 736 pixels, where letters
 # of 8 points are then 11 pixels high.
 PAGE_WIDTH = 7.4
+# On a telephone a page is 358 pixels wide: there the small letters of a figure of this
+# width are 9 pixels high.
+PHONE_WIDTH = 4.6
 # Okabe and Ito's colours, which colour-blind readers tell apart too, but yellow, which
 # is lost on white. Each has a marker, for those who see or print no colours.
 BLUE = "#0072B2"
@@ -153,8 +156,6 @@ class Title(Text):
     no type in common.
     """
 
-    _SMALL = "x-small"
-
     def _parts(self, renderer: Any) -> list[Text]:
         """Return both parts as texts, each where it stands."""
         first, _, rest = self.get_text().partition("\n")
@@ -167,7 +168,9 @@ class Title(Text):
             "va": "bottom",
         }
         x, y = place
-        small = Text(x, y, rest, fontsize=self._SMALL, color="0.35", **look)
+        is_narrow = look["figure"].get_figwidth() <= PHONE_WIDTH
+        size = "small" if is_narrow else "x-small"
+        small = Text(x, y, rest, fontsize=size, color="0.35", **look)
         font = self.get_fontproperties()
         large = Text(x, y, first, fontproperties=font, **look)
         small_height = small.get_window_extent(renderer).height
@@ -335,6 +338,25 @@ def numbered_look(number: int) -> dict[str, Any]:
     color = COLORS[place]
     marker = MARKERS[COLORS[(place + rounds) % len(COLORS)]]
     return {"color": color, "marker": marker}
+
+
+def signed(value: float, form: str = "g") -> str:
+    """Return a number in a format of Python's, with a minus sign as ticks have it."""
+    return format(value, form).replace("-", "−")
+
+
+def shaded(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
+    """Return a shade and a marker for each number, dark for the smallest.
+
+    As many values have the same looks in all pictures.
+    """
+    # The palest shades of the map are lost on white.
+    ordered = sorted(set(values))
+    shades = colormaps["viridis"](np.linspace(0, 0.85, len(ordered)))
+    return {
+        value: {"color": to_hex(shade), "marker": marker}
+        for value, shade, marker in zip(ordered, shades, MARKERS.values(), strict=False)
+    }
 
 
 def one_null(nulls: ArrayLike | float) -> float | None:
@@ -553,10 +575,14 @@ def heading(
 def short_path(model: str) -> str:
     """Return the last two parts of a local model's path, and other names as they are.
 
-    The random name of a temporary folder says nothing and is left out.
+    Of a GGUF file the name is left without its ending. The random name of a temporary
+    folder says nothing and is left out.
     """
     path = Path(model)
-    if not path.is_absolute():
+    if path.suffix == ".gguf":
+        return path.stem
+    # A name on a hub has at most an owner before it.
+    if not path.is_absolute() and len(path.parts) <= 2:
         return model
     # Folders of `tempfile` are called tmp and some random letters.
     is_temporary = path.parent.parent == Path(tempfile.gettempdir())
@@ -583,14 +609,18 @@ def entitle(drawn: Axes | Figure, text: str) -> None:
     if _SURROUNDINGS.get().paper_width is not None:
         return
     first, *rest = plain(text).split("\n")
-    # An inch has about thirteen characters of 10 points, and eighteen of 7 points.
+    # An inch has about thirteen characters of 10 points, fifteen of 8 points, and
+    # eighteen of 7 points.
     # Words that have no room in the first line go on below.
     width = _width(drawn)
     head = first.split(" · ")
     while len(head) > 1 and len(" · ".join(head)) > 13 * width:
         rest.insert(0, head.pop())
     lines = [" · ".join(head)]
-    room = int(18 * width)
+    root = drawn.get_figure(root=True)
+    assert root is not None
+    is_narrow = root.get_figwidth() <= PHONE_WIDTH
+    room = int((15 if is_narrow else 18) * width)
     for part in " · ".join(rest).split(" · "):
         if len(lines) > 1 and len(lines[-1]) + len(part) + 3 <= room:
             lines[-1] += f" · {part}"

@@ -168,7 +168,7 @@ def _format_values(
 ) -> str:
     """Write the values of tokens that have no place in the picture."""
     return ", ".join(
-        f"{token}: {value:.3g}"
+        f"{token}: {labels.signed(value, '.3g')}"
         for token, value in zip(str_tokens, values, strict=True)
         if np.isfinite(value)
     )

@@ -173,8 +173,11 @@ def plot_perturbation(
             "axis in common"
         )
     ax = ax or labels.new_figure(6.4, 4.6).subplots()
-    for name, result, color in labels.assign_colors(results_by_name):
-        _draw_noise(ax, name, result, color)
+    for number, (name, result, color) in enumerate(
+        labels.assign_colors(results_by_name)
+    ):
+        dashes = _dashes_between(number, len(results_by_name))
+        _draw_noise(ax, name, result, color, dashes)
     title = _heading("Noise in a token's embedding", results_by_name)
     labels.finish_lines(ax, title, ncols=len(results_by_name), **_BELOW)
     # Scale 0 has no place on a logarithmic axis.
@@ -190,7 +193,24 @@ def plot_perturbation(
     return ax
 
 
-def _draw_noise(ax: Axes, name: str, result: Perturbation, color: str) -> None:
+def _dashes_between(number: int, n_lines: int) -> tuple[float, tuple[float, float]]:
+    """Return matplotlib's dashes of one of several lines, which leave room to the others.
+
+    Relative noise of the same size moves every model's embedding about as far: lines
+    before the first layer lie on each other, and one of them would hide the rest.
+    """
+    length = 3.0
+    gap = length * max(1, n_lines - 1)
+    return (length * number, (length, gap))
+
+
+def _draw_noise(
+    ax: Axes,
+    name: str,
+    result: Perturbation,
+    color: str,
+    dashes: tuple[float, tuple[float, float]],
+) -> None:
     """Draw one result's means before the first layer and after the last, and samples."""
     # Scales may come in any order; a line goes from left to right.
     order = np.argsort(result.scales)
@@ -199,7 +219,7 @@ def _draw_noise(ax: Axes, name: str, result: Perturbation, color: str) -> None:
     samples = result.cosine_similarity[..., -1].cpu().numpy()[order]
     label_before = f"{name}, before the first layer"
     label_after = f"{name}, after the last layer"
-    ax.plot(scales, means[:, 0], "--", color=color, label=label_before)
+    ax.plot(scales, means[:, 0], linestyle=dashes, color=color, label=label_before)
     ax.plot(scales, means[:, -1], label=label_after, **labels.marked(color))
     ax.plot(
         np.repeat(scales, samples.shape[1]),

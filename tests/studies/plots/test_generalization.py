@@ -49,15 +49,16 @@ def test_the_scatter_holds_models_line_band_and_null(result):
         found["_models"].get_xdata(), result.table["coupling"]
     )
     np.testing.assert_array_equal(found["_models"].get_ydata(), result.table["score"])
-    (x0, x1), (y0, y1) = (
-        ends[[0, -1]] for ends in found["linear fit, bootstrap band"].get_data()
-    )
+    (x0, x1), (y0, y1) = (ends[[0, -1]] for ends in found["linear fit"].get_data())
     assert (y1 - y0) / (x1 - x0) == pytest.approx(line.slope)
     assert y0 - line.slope * x0 == pytest.approx(line.intercept)
     null = 1 - np.sqrt(1 - 1 / 5)
     np.testing.assert_allclose(found[f"random subspaces, {null:.3f}"].get_xdata(), null)
     band = ax.collections[0].get_paths()[0].vertices
     drawn = result.association.bootstrap
+    # Readers take a band without a name for where models lie.
+    said = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert "95 % bootstrap band of the line" in said
     assert band[:, 1].min() == pytest.approx(drawn.band_low.min())
     assert band[:, 1].max() == pytest.approx(drawn.band_high.max())
     (exponential,) = [
@@ -80,7 +81,7 @@ def test_every_model_has_its_name_beside_it_and_none_covers_another(result):
     assert names == [model.removeprefix("org/") for model in result.table["model"]]
     boxes = [Text.get_window_extent(text) for text in ax.texts]
     for label in (
-        "linear fit, bootstrap band",
+        "linear fit",
         f"exponential fit $a\\,e^{{bx}}$, R² = {result.exponential.r_squared:.2f}",
     ):
         curve = ax.transData.transform(lines(ax)[label].get_xydata())

@@ -119,7 +119,9 @@ def test_points_stand_at_coupling_and_influence():
         hollow.get_xdata(), means.coupling_with_others.sel(k=5).values[[0, -1]]
     )
     last_row = rows["merged"]
-    assert r"coupling $1 - \tilde{m}$ (k = 5)" in last_row[1].get_xlabel()
+    assert r"coupling $1 - \tilde{m}$ (k = 5)" in " ".join(
+        last_row[1].get_xlabel().split()
+    )
     assert any(list(line.get_xdata()) == [0.1056, 0.1056] for line in coupling.lines)
     assert influence.get_xscale() == "log"
 
@@ -168,7 +170,8 @@ def test_titles_say_the_correlations():
     _, coupling, influence = rows_of(plot_redundancy(data))["swapped"]
     for ax, values in ((coupling, rho.coupling), (influence, rho.block_influence)):
         of_all, of_inner = (float(values.sel(blocks=name)) for name in ("all", "inner"))
-        assert ax.get_title() == f"ρ {of_all:+.2f}, inner {of_inner:+.2f}"
+        expected = f"ρ {of_all:+.2f}\ninner {of_inner:+.2f}"
+        assert ax.get_title() == expected.replace("-", "−")
     # Six blocks have four inner ones: too few for a rank correlation.
     few = plot_redundancy(made(n_layers=6)).axes[1].get_title()
     assert few.startswith("ρ")
@@ -183,8 +186,8 @@ def test_projections_and_exits_are_drawn_by_depth_alone():
     axes = plot_redundancy(data, k=5).axes[9:]
     titles = [ax.get_title() for ax in axes]
     assert titles == [
-        "projected onto 5 shared directions",
-        "early exit after the block",
+        "projected onto 5\nshared directions",
+        "early exit\nafter the block",
     ]
     means = data.sel(k=5).mean("prompt")
     for ax, name in zip(axes, ("projected", "exited"), strict=True):

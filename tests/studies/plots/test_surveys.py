@@ -216,10 +216,8 @@ def test_a_relation_between_tasks_alone_is_gone_within_them():
     ]
     rho_within, p_within = stats.spearmanr(*less)
     assert rho > 0.5 > -0.9 > rho_within
-    assert (
-        within.get_title()
-        == f"within tasks: ρ = {rho_within:+.2f}, p = {p_within:.2g}, n = 40"
-    )
+    said = f"within tasks: ρ = −{-rho_within:.2f}, p = {p_within:.2g}, n = 40"
+    assert within.get_title() == said
     drawn = {line.get_label(): line.get_xydata() for line in pooled.lines}
     np.testing.assert_allclose(drawn["sums"], np.stack([x[inside], y[inside]], 1))
     moved = {line.get_label(): line.get_xydata() for line in within.lines}

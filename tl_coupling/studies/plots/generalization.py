@@ -80,10 +80,14 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     if bootstrap.too_few:
         label = "linear fit, too few for a band"
     else:
-        label = "linear fit, bootstrap band"
+        label = "linear fit"
         low = bootstrap.band_low
         high = bootstrap.band_high
-        ax.fill_between(band_x, low, high, color="0.5", alpha=0.2, linewidth=0)
+        # The band is of lines: models may well lie outside.
+        look: dict[str, Any] = {"color": "0.5", "alpha": 0.2, "linewidth": 0}
+        ax.fill_between(
+            band_x, low, high, label="95 % bootstrap band of the line", **look
+        )
         # An outline: on some screens and in print the pale band is not seen.
         for edge in (low, high):
             ax.plot(band_x, edge, color="0.6", linewidth=0.8, label="_edge of the band")

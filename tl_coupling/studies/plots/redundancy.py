@@ -112,7 +112,7 @@ def plot_redundancy(
     unpredicted = [change for change in changes if change not in CHANGES]
     n_rows = len(predicted) + bool(unpredicted)
     height = 1.3 + _PANEL_HEIGHT * n_rows
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, height)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, height)
     grid = fig.add_gridspec(n_rows, 3)
     null = float(data["null_coupling"].sel(k=k))
     # The first block's is many times that of the others.
@@ -145,11 +145,22 @@ def plot_redundancy(
     for place, name in enumerate(unpredicted):
         ax = fig.add_subplot(grid[-1, place])
         _draw_by_depth(ax, changes[name], _name(name, k))
-        ax.set_xlabel("layer")
-    measure = labels.measure_label("coupling", k)
-    columns[0][-1].set_xlabel("layer, or between two")
-    columns[1][-1].set_xlabel(f"{measure}\nwith all others, or of the pair")
-    columns[2][-1].set_xlabel("block influence $1 - \\cos$\nor mean of the pair")
+        ax.set_xlabel("layer", fontsize="small")
+    measure = labels.measure_label("coupling", k).replace(" (", "\n(")
+    x_labels = (
+        "layer, or\nbetween two",
+        f"{measure}, with all\nothers, or of the pair",
+        "block influence\n$1 - \\cos$, or mean\nof the pair",
+    )
+    for column, label in zip(columns, x_labels, strict=True):
+        column[-1].set_xlabel(label, fontsize="small")
+    lowest, highest = columns[2][0].get_xlim()
+    # Over less than a decade a logarithmic axis would number more ticks than have room.
+    few_ticks = (
+        columns[1] if is_log and highest > 10 * lowest else columns[1] + columns[2]
+    )
+    for ax in few_ticks:
+        ax.xaxis.set_major_locator(MaxNLocator(3))
     for ax in fig.axes:
         ax.tick_params(labelsize="small")
     handles, names = columns[1][0].get_legend_handles_labels()
@@ -191,8 +202,8 @@ def _name(change: str, k: int) -> str:
         "dropped": "block dropped",
         "swapped": "neighbours swapped",
         "merged": "neighbours merged",
-        "projected": f"projected onto {k} shared directions",
-        "exited": "early exit after the block",
+        "projected": f"projected onto {k}\nshared directions",
+        "exited": "early exit\nafter the block",
     }
     return names[change]
 
@@ -204,9 +215,9 @@ def _draw_by_depth(ax: Axes, change: _Change, title: str) -> None:
         low = change.mean - change.half_width
         high = change.mean + change.half_width
         ax.vlines(change.depth, low, high, color=change.color, alpha=0.5, linewidth=1)
-    ax.set_title(title, fontsize="medium")
+    ax.set_title(title, fontsize="small")
     ax.set_ylabel("nats per token", fontsize="small")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
 
 
 def _draw_by_predictor(
@@ -233,7 +244,7 @@ def _draw_means(
         largest = float(np.nanmax(np.abs(change.mean)))
         decades = np.arange(int(np.log10(largest / end)) + 1)
         ticks = [0.0, *(end * 10.0**decades)]
-        ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_yticks(ticks, [labels.signed(tick) for tick in ticks])
         ax.minorticks_off()
 
 
@@ -257,5 +268,6 @@ def _rho(correlations: "xarray.Dataset", predictor: str, n_changes: int) -> str:
         if n_points < _FEWEST_RANKED:
             continue
         rho = float(correlations.sel(blocks=blocks)[predictor])
-        texts.append(f"{name} undefined" if np.isnan(rho) else f"{name} {rho:+.2f}")
-    return ", ".join(texts)
+        value = "undefined" if np.isnan(rho) else labels.signed(rho, "+.2f")
+        texts.append(f"{name} {value}")
+    return "\n".join(texts)

@@ -1,5 +1,6 @@
 """Surveys: models over prompts and by depth, coupling by prompt, scores by covariate."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,6 +41,8 @@ _CHANCE_LINE = {**labels.NULL_LINE, "linestyle": ":"}
 _MOST_MODELS = 10
 _MOST_ROWS = 4
 _MOST_COLUMNS = 2
+# In inches: in a narrower figure panels stand below each other.
+_WIDTH_OF_COLUMNS = 6.0
 # So many models of a scatter are named: those furthest from the line.
 _MOST_NAMED = 5
 # Covariates in words. Axes of logarithms have the numbers themselves at their ticks.
@@ -185,7 +188,7 @@ def _name_ends(ax: Axes) -> None:
     Over less than a decade, names of all would overlap.
     """
     low, high = ax.get_xlim()
-    ax.set_xticks([low, high], [f"{low:.2g}", f"{high:.2g}"])
+    ax.set_xticks([low, high], [labels.signed(low, ".2g"), labels.signed(high, ".2g")])
     first, last = ax.get_xticklabels()
     first.set_horizontalalignment("left")
     last.set_horizontalalignment("right")
@@ -440,7 +443,8 @@ def _draw_prompts(
     if ranked is None:
         correlation = "ρ is undefined"
     else:
-        correlation = f"ρ = {ranked.rho:+.2f}, p = {ranked.p:.2g}, n = {ranked.n}"
+        rho = labels.signed(ranked.rho, "+.2f")
+        correlation = f"ρ = {rho}, p = {ranked.p:.2g}, n = {ranked.n}"
     ax.set_title(f"{title}: {correlation}", fontsize="small")
     ax.set_xlabel(x_label, fontsize="small")
     ax.set_ylabel(y_label, fontsize="small")
@@ -469,7 +473,8 @@ def plot_covariates(
         x: columns, or expressions of them, as in `linear_fit`; by default coupling,
             parameters, depth, width and training tokens, as far as the table has them
             for three models that differ.
-        fig: the figure to draw in; a new one by default.
+        fig: the figure to draw in; a new one by default. In one that is narrower than
+            6 inches the panels stand below each other.
 
     Returns the Figure, with an Axes for each x.
 
@@ -490,9 +495,11 @@ def plot_covariates(
             f"`x` is empty: wanted columns to draw {y!r} against; "
             f"there are {', '.join(table)}"
         )
-    n_columns = min(len(lines), _MOST_COLUMNS)
-    # Rounded up.
-    n_rows = -(-len(lines) // _MOST_COLUMNS)
+    most_columns = _MOST_COLUMNS
+    if fig is not None and fig.get_figwidth() < _WIDTH_OF_COLUMNS:
+        most_columns = 1
+    n_columns = min(len(lines), most_columns)
+    n_rows = math.ceil(len(lines) / most_columns)
     fig = fig or labels.new_figure(3.5 * n_columns + 0.4, 0.7 + 2.9 * n_rows)
     grid = fig.subplots(n_rows, n_columns, sharey=True, squeeze=False)
     for ax, line in zip(grid.flat, lines, strict=False):
