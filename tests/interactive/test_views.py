@@ -250,7 +250,8 @@ def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> No
     assert [cell["shade"] for cell in props["values"]] == shades
     texts = [cell["text"] for cell in props["values"]]
     assert texts == [
-        "undefined" if math.isnan(value) else f"{value:.4g}" for value in values
+        "undefined" if math.isnan(value) else f"{value:.4g}".replace("-", "−")
+        for value in values
     ]
 
 
@@ -258,7 +259,7 @@ def test_shades_of_tokens(values: list[float], shades: list[float | None]) -> No
     ("values", "ends", "colors"),
     [
         ([1.0, 3.0], ("1", "3"), ["white", "#b2182b"]),
-        ([-1.0, 4.0], ("-4", "4"), ["#2166ac", "white", "#b2182b"]),
+        ([-1.0, 4.0], ("−4", "4"), ["#2166ac", "white", "#b2182b"]),
     ],
 )
 def test_a_color_bar_has_its_ends_labelled(
@@ -431,7 +432,8 @@ def test_views_of_hostile_tokens_in_a_browser(
             index,
         )
         browser.move_to(chromium, *token)
-        expected = "undefined" if index == 3 else f"{float(values[index]):.4g}"
+        value = f"{float(values[index]):.4g}".replace("-", "−")
+        expected = "undefined" if index == 3 else value
         tooltip = "return document.querySelector('.colored-tokens > div')?.textContent ?? null"
         browser.wait(
             chromium,

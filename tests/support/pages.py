@@ -198,6 +198,9 @@ def place_of_plot(figure: "Figure") -> str:
         parts = (ax.xaxis, ax.yaxis) if ax.axison else ()
         label_boxes = [part.get_tightbbox() for part in parts]
         boxes += [ax.get_window_extent(), *filter(None, label_boxes)]
+        # Below the title of a figure those of its Axes are the names of panels.
+        if figure.get_suptitle() and ax.get_title():
+            boxes.append(ax.title.get_window_extent())
     plot = Bbox.union(boxes).transformed(figure.transFigure.inverted())
     ends = (plot.x0, 1 - plot.y1, plot.x1, 1 - plot.y0)
     return " ".join(f"{min(max(end, 0.0), 1.0):.4f}" for end in ends)

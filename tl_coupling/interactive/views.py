@@ -21,7 +21,7 @@ from tl_coupling.arguments import Positive, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.files import write_atomically
 from tl_coupling.measures import AnyMeasure, measure_named
-from tl_coupling.pictures import color_scale
+from tl_coupling.pictures import color_scale, labels
 
 # Characters; labels stand beside the rows of a map, and above its columns.
 _LONGEST_LABEL = 14
@@ -285,15 +285,15 @@ def show_layers_by_token(
     everything = [value for rows in named.values() for row in rows for value in row]
     scale, parts = _scale(everything), []
     for name, rows in named.items():
-        labels = [
+        row_names = [
             str(label) for label in (range(len(rows)) if layers is None else layers)
         ]
         lines = [
             f"<div><b>{html.escape(label)}</b>{_tokens_widget(str_tokens, row, scale)}</div>"
-            for label, row in zip(labels, rows, strict=True)
+            for label, row in zip(row_names, rows, strict=True)
         ]
         # In characters, with room on either side.
-        width = max(map(len, labels)) + 2
+        width = max(map(len, row_names)) + 2
         parts.append(f"<div>{_title(name, everything)}{_folded(lines, width)}</div>")
     return View(f'<div class="tlc-columns">{"".join(parts)}</div>')
 
@@ -490,9 +490,9 @@ def _color_bar(low: float, high: float) -> str:
     """
     colors = f"{_NEGATIVE}, white, {_POSITIVE}" if low < 0 else f"white, {_POSITIVE}"
     return (
-        f'<span class="tlc-bar">{low:.3g} '
+        f'<span class="tlc-bar">{labels.signed(low, ".3g")} '
         f'<i style="background: linear-gradient(to right, {colors})"></i> '
-        f"{high:.3g}</span>"
+        f"{labels.signed(high, '.3g')}</span>"
     )
 
 
@@ -500,7 +500,8 @@ def _cell(value: float, shade: float, undefined: float | None) -> dict[str, Any]
     if math.isnan(value):
         return {"text": "undefined", "shade": undefined}
     # Four digits are more than the eye tells apart, and keep the page small.
-    return {"text": f"{value:.4g}", "shade": round(max(-1.0, min(1.0, shade)), 4)}
+    text = labels.signed(value, ".4g")
+    return {"text": text, "shade": round(max(-1.0, min(1.0, shade)), 4)}
 
 
 def _widget(element: str, as_text: str, **props: Any) -> str:
