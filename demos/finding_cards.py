@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 import composition as composition_study
 import ladder
 import tl_coupling as tlc
+from study_names import MODEL_NAMES
 from tl_coupling.pictures import color_scale, labels
 from tl_coupling.results import CONTROLS, RANDOM_STEPS, RANDOM_SUBSPACES
 
@@ -76,7 +77,7 @@ def composition() -> Figure:
         ("untrained", "raw", labels.UNTRAINED, "s", -0.2),
     )
     descriptions = ("as it is", "without the identity", "untrained")
-    names = list(composition_study.MODELS)[::-1]
+    names = list(MODEL_NAMES)[::-1]
     figure, ax = card()
     for (model, change, color, marker, shift), label in zip(
         styles, descriptions, strict=True
@@ -96,7 +97,7 @@ def composition() -> Figure:
             )
     ax.axvline(0, **NULL_LINE)
     ax.set_yticks([-place for place in range(len(names))])
-    ax.set_yticklabels([composition_study.MODELS[name] for name in names])
+    ax.set_yticklabels([MODEL_NAMES[name] for name in names])
     ax.set_ylim(0.5 - len(names), 0.5)
     ax.set_xlabel(f"coupling above chance, k = {K}", loc="right")
     figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 0.8, "handletextpad": 0.2})

@@ -378,7 +378,7 @@ def test_the_card_of_composition_shows_the_committed_means() -> None:
             expected.append(table.loc[is_shown, "coupling"].mean())
     assert points == pytest.approx(expected)
     names = [label.get_text() for label in ax.get_yticklabels()]
-    assert names == ["SmolLM2-135M", "Qwen2.5-Coder", "Gemma-3-270M", "MiniLM"]
+    assert names == ["SmolLM2-135M", "Qwen2.5-Coder-0.5B", "Gemma-3-270M", "MiniLM-L6"]
 
 
 def test_the_card_of_depth_clips_no_pair(monkeypatch: pytest.MonkeyPatch) -> None:
