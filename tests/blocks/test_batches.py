@@ -223,8 +223,9 @@ def test_weights_in_16_bits_that_changed_by_little_are_noticed(
 
     assert jacobians() == [[False, False]] * tiny.N_LAYERS
     weight = next(p for p in trace.blocks[1].call.module.parameters() if p.ndim > 1)
+    # Four units in the last place: of one, kernels differ in what comes out.
     with torch.no_grad():
-        weight.mul_(1 + 2**-7)
+        weight.mul_(1 + 2**-5)
     assert jacobians() == [[False, False], [True, True]]
     with pytest.raises(StepError, match="block 1 "):
         tlc.depth_coupling(trace, 4, batch=N)

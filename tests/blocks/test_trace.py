@@ -83,7 +83,9 @@ def test_provenance_is_json_and_says_how_it_was_made(model: nn.Module) -> None:
     assert provenance["tokens"] == [3, 4]
     assert provenance["prompt"] == "w3 w4"
     assert provenance["n_layers"] == tiny.N_LAYERS
-    assert provenance["versions"]["torch"] == torch.__version__
+    # A wheel of the index has no build in its version, and torch itself does.
+    release = torch.__version__.partition("+")[0]
+    assert provenance["versions"]["torch"].partition("+")[0] == release
     assert {
         "model",
         "dtype",

@@ -123,7 +123,7 @@ def test_heads_of_huggingface_modules_are_those_of_a_bridge(
 def test_experts_are_the_same_by_the_product_that_stands_in_for_torchs(
     tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before 2.9 torch has none for groups, and transformers takes its own."""
+    """transformers takes its own where torch has none for groups: on older GPUs."""
     model = tiny.bridge(tiny.huggingface_model("mixtral"), tokenizer_folder)
     expected = tlc.block_parts(tlc.trace(model, tiny.TOKENS), LAYER)
     frozen = tlc.dynamics.frozen_jacobian(tlc.trace(model, tiny.TOKENS), LAYER)

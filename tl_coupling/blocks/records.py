@@ -925,7 +925,8 @@ _RULES: dict[str, _Rule] = {
     "addmm": _Pushforward._add_product,
     "bmm": _Pushforward._multiply_batches,
     "_grouped_mm": _Pushforward._multiply_groups,
-    # transformers' own, where torch has none: before 2.9, and on older GPUs.
+    # transformers' own, where torch has none: on older GPUs, and before 2.11 for
+    # tensors that are not aligned.
     "grouped_mm_fallback": _Pushforward._multiply_groups,
     "_softmax": _Pushforward._softmax,
     "native_layer_norm": _Pushforward._layer_norm,
