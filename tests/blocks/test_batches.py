@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 import tiny
@@ -223,9 +224,10 @@ def test_weights_in_16_bits_that_changed_by_little_are_noticed(
 
     assert jacobians() == [[False, False]] * tiny.N_LAYERS
     weight = next(p for p in trace.blocks[1].call.module.parameters() if p.ndim > 1)
-    # Four units in the last place: of one, kernels differ in what comes out.
+    # One unit in the last place; kernels of older versions of torch round that away.
+    smallest = 2**-7 if Version(torch.__version__) >= Version("2.13") else 2**-5
     with torch.no_grad():
-        weight.mul_(1 + 2**-5)
+        weight.mul_(1 + smallest)
     assert jacobians() == [[False, False], [True, True]]
     with pytest.raises(StepError, match="block 1 "):
         tlc.depth_coupling(trace, 4, batch=N)
