@@ -123,6 +123,10 @@ def readings(result: Any) -> dict[str, Any]:
     is_own = type(result).__module__.startswith("tl_coupling")
     if not is_own or is_figure(result):
         return {}
+    if hasattr(result, "comm"):
+        # A widget: what ipywidgets adds to its values needs a notebook.
+        values = ("numbers", "directions", "pair", "k", "run")
+        return {name: fingerprint(getattr(result, name)) for name in values}
     given = {}
     for name, member in inspect.getmembers_static(type(result)):
         if name.startswith("_") or name in ("save", "load", "abort", "shutdown"):
