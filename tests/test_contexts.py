@@ -118,13 +118,17 @@ def is_figure(result: Any) -> bool:
     return isinstance(result, Artist)
 
 
+def is_widget(result: Any) -> bool:
+    return hasattr(result, "comm")
+
+
 def readings(result: Any) -> dict[str, Any]:
     """Return what the properties and methods of a result give that take no argument."""
     is_own = type(result).__module__.startswith("tl_coupling")
     if not is_own or is_figure(result):
         return {}
-    if hasattr(result, "comm"):
-        # A widget: what ipywidgets adds to its values needs a notebook.
+    if is_widget(result):
+        # What ipywidgets adds to its values needs a notebook.
         values = ("numbers", "directions", "pair", "k", "run")
         return {name: fingerprint(getattr(result, name)) for name in values}
     given = {}
@@ -155,8 +159,8 @@ def test_it_gives_the_same_in_every_context(
     name: str, calls_of: Callable[[str], list[Call]]
 ) -> None:
     for args, kwargs, result in calls_of(name):
-        if is_figure(result):
-            # The example may have saved it, and that places labels.
+        if is_figure(result) or is_widget(result):
+            # The example may have saved it, and that places labels; or chosen a pair.
             result = FUNCTIONS[name](*as_given(args), **as_given(kwargs))
         expected = fingerprint(result), readings(result)
         given = tensors_of((args, kwargs))
