@@ -42,6 +42,47 @@ def test_a_line_that_is_not_a_prompt_is_named(
         tlc.load_prompts(file)
 
 
+def test_texts_under_another_key(tmp_path: Path) -> None:
+    file = tmp_path / "tickets.jsonl"
+    file.write_text('{"body": "a", "id": "x", "prompt": "not this"}\n{"body": "b"}\n')
+    assert tlc.load_prompts(file, key="body") == [
+        tlc.Prompt("a", "x"),
+        tlc.Prompt("b", "2"),
+    ]
+    with pytest.raises(
+        ValueError,
+        match=r"tickets\.jsonl, line 2: wanted {\"prompt\": .* the keys 'body'; .* `key`$",
+    ):
+        tlc.load_prompts(file)
+    with pytest.raises(
+        ValueError,
+        match=r"line 1: wanted {\"text\": .* the keys 'body', 'id', 'prompt'; ",
+    ):
+        tlc.load_prompts(file, key="text")
+    with pytest.raises(ValueError, match="`key` is for files, and 'gsm8k' is a prompt"):
+        tlc.load_prompts("gsm8k", key="body")
+
+
+def test_all_empty_texts_are_named_at_once_or_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        '{"prompt": ""}\n{"prompt": "a"}\n\n{"prompt": " "}\n{"prompt": null}\n'
+        '{"prompt": "b"}\n'
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"p\.jsonl, lines 1, 4, 5: wanted texts under 'prompt' .*skip_empty=True$",
+    ):
+        tlc.load_prompts(file)
+    assert tlc.load_prompts(file, skip_empty=True) == [
+        tlc.Prompt("a", "2"),
+        tlc.Prompt("b", "6"),
+    ]
+    file.write_text('{"prompt": ""}')
+    with pytest.raises(ValueError, match="has no prompts"):
+        tlc.load_prompts(file, skip_empty=True)
+
+
 def test_a_file_without_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="has no prompts"):

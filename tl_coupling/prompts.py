@@ -32,6 +32,8 @@ __all__ = ["Prompt", "load_prompts", "prompts_per_task"]
 __dir__ = __all__.copy
 
 _Item = TypeVar("_Item")
+# Under which a row of a file has its text, unless another key is asked for.
+_KEY = "prompt"
 # WikiText's shorter lines are list entries and fragments.
 _FEWEST_WORDS = 20
 
@@ -239,7 +241,12 @@ _GROUPS = {"open_llm_leaderboard": list(_LEADERBOARD), "easy2hard": list(_EASY2H
 
 @checked
 def load_prompts(
-    source: AnyPath, n: Count | None = None, seed: Seed = 0
+    source: AnyPath,
+    n: Count | None = None,
+    seed: Seed = 0,
+    *,
+    key: Text = _KEY,
+    skip_empty: bool = False,
 ) -> list[Prompt]:
     r"""Load prompts of a JSONL file or of a benchmark's test set; `n` of them, drawn at
     random and kept in row order.
@@ -264,11 +271,15 @@ def load_prompts(
             four.
         n: how many; all by default. A larger `n` draws the same prompts and more.
         seed: of the draw, which depends on nothing else but the rows.
+        key: under which the texts of a file stand.
+        skip_empty: leave out the rows of a file whose text is empty or null, instead of
+            an error that names them. The others keep their line numbers as ids.
 
     Raises:
-        ValueError: neither a known set nor a file; `n` below 1, above what there is, or
-            not a multiple of 6 for the leaderboard, of 4 for `"easy2hard"`; no package
-            `datasets`; a line that is not a prompt, an id that is used twice, an empty
+        ValueError: neither a known set nor a file; a set and a `key`; `n` below 1,
+            above what there is, or not a multiple of 6 for the leaderboard, of 4 for
+            `"easy2hard"`; no package `datasets`; a line that is not
+            a prompt or lacks the key, empty texts, an id that is used twice, an empty
             file.
         OSError: the file cannot be read, or the hub cannot be reached and nothing is
             cached, or the dataset changed.
@@ -288,6 +299,12 @@ def load_prompts(
         >>> [prompt.id for prompt in tlc.load_prompts("two.jsonl")]
         ['a', 'b']
     """
+    is_set = isinstance(source, str) and source in {*_DATASETS, *_GROUPS}
+    if is_set and key != _KEY:
+        raise ValueError(
+            f"`key` is for files, and {source!r} is a prompt set, got {key!r}: leave it "
+            "out"
+        )
     if isinstance(source, str) and source in _GROUPS:
         return _equally_many(_GROUPS[source], n, seed)
     if isinstance(source, str) and source in _DATASETS:
@@ -299,7 +316,7 @@ def load_prompts(
             f"of {known_sets}"
         )
     else:
-        prompts = _read_file(Path(source))
+        prompts = _read_file(Path(source), key, skip_empty)
     if n is not None and n > len(prompts):
         raise ValueError(
             f"`n` must be at most {len(prompts)}, all the prompts of {source}, got {n}; "
@@ -362,8 +379,10 @@ def _drawn(items: Sequence[_Item], n: int | None, seed: int) -> list[_Item]:
     return [items[i] for i in sorted(indices)]
 
 
-def _read_file(path: Path) -> list[Prompt]:
-    """Return the prompts of a JSONL file; an error names the line."""
+def _read_file(path: Path, key: str, skip_empty: bool) -> list[Prompt]:
+    """Return the prompts of a JSONL file; an error names the line, or all lines whose
+    texts are empty.
+    """
     try:
         # Not splitlines: a text may hold Unicode's own line separators.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -372,27 +391,38 @@ def _read_file(path: Path) -> list[Prompt]:
             f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})"
         ) from None
     prompts: dict[str, Prompt] = {}
+    empty_lines: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        prompt = _prompt_in(line, path, number)
+        prompt = _prompt_in(line, path, number, key)
+        if prompt is None:
+            empty_lines.append(str(number))
+            continue
         if prompt.id in prompts:
             raise ValueError(
                 f"{path}, line {number}: the id {prompt.id!r} is used twice; ids must "
                 "differ"
             )
         prompts[prompt.id] = prompt
+    if empty_lines and not skip_empty:
+        noun = "line" if len(empty_lines) == 1 else "lines"
+        raise ValueError(
+            f"{path}, {noun} {', '.join(empty_lines)}: wanted texts under {key!r} that "
+            "are not empty; remove these lines, or leave them out with skip_empty=True"
+        )
     if not prompts:
-        raise ValueError(f'{path} has no prompts; wanted lines like {{"prompt": "…"}}')
+        raise ValueError(f'{path} has no prompts; wanted lines like {{"{key}": "…"}}')
     return list(prompts.values())
 
 
-def _prompt_in(line: str, path: Path, number: int) -> Prompt:
-    """Return the prompt in a line of a JSONL file; its id is by default the line's
-    number.
+def _prompt_in(line: str, path: Path, number: int, key: str) -> Prompt | None:
+    """Return the prompt in a line of a JSONL file, `None` where its text is empty.
+
+    Its id is by default the line's number.
     """
     location = f"{path}, line {number}"
-    expected = f'{location}: wanted {{"prompt": "…"}}'
+    expected = f'{location}: wanted {{"{key}": "…"}}'
     try:
         entry = json.loads(line)
     # The parser recurses into brackets, thousands of which are no JSON either.
@@ -400,12 +430,18 @@ def _prompt_in(line: str, path: Path, number: int) -> Prompt:
         reason = getattr(error, "msg", "nested too deeply")
         raise ValueError(f"{expected}, got text that is not JSON ({reason})") from None
     fields = entry if isinstance(entry, dict) else {}
-    text = fields.get("prompt")
+    text = fields.get(key)
     image = fields.get("image")
     if not _is_filled(text) and not _is_filled(image):
-        raise ValueError(
-            f"{expected} with a text that is not empty, got {line.strip()[:80]}"
-        )
+        if fields and key not in fields:
+            names = ", ".join(map(repr, fields))
+            raise ValueError(
+                f"{expected}, got a row with the keys {names}; if the text stands under "
+                "one of them, name it with `key`"
+            )
+        if not isinstance(text, str | None) or not fields:
+            raise ValueError(f"{expected} with a text, got {line.strip()[:80]}")
+        return None
     task = fields.get("task")
     if not isinstance(task, str | None):
         raise ValueError(f'{location}: "task" must be a string or null, got {task!r}')

@@ -215,6 +215,7 @@ def test_results_are_written_and_read_back_the_same(
     state_before = state(folder)
     assert set(state_before) == {
         "plan.json",
+        "planned.json",
         *(f"run0@{s}.{e}" for s in (0, 20, 100) for e in ("nc", "json")),
     }
     xarray.testing.assert_identical(

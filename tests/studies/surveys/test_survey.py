@@ -5,12 +5,13 @@ gives the same values.
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from tl_coupling.studies.surveys.checkpoints import step_order
 from tl_coupling.studies.surveys.executors import process_pool
 from tl_coupling.studies.surveys.results import open_survey
 from tl_coupling.studies.surveys.survey import Survey, run_survey
-from tl_coupling.studies.surveys.units import Folder
+from tl_coupling.studies.surveys.units import Folder, Unit
 
 PROMPTS = [
     Prompt("w3 w14 w15 w92", "sums-0", "sums"),
@@ -424,6 +425,14 @@ def test_results_of_another_survey_are_not_overwritten(
     assert state(tmp_path) == state_before
     more = run_survey(replace(survey, models={"four": models["two"]}), tmp_path)
     assert more["model"].values.tolist() == ["four", "three", "two"]
+    # The list of planned units grows; all else stays.
+    planned, _ = state_before.pop("planned.json")
+    planned_now = json.loads((tmp_path / "planned.json").read_text())["units"]
+    assert planned_now == [
+        *json.loads(planned)["units"],
+        "four@main+0",
+        "four@main+2",
+    ]
     assert {
         name: content
         for name, content in state(tmp_path).items()
@@ -719,7 +728,8 @@ def test_results_that_were_damaged_since_are_said(
     path = tmp_path / "two@main+0.nc"
     path.write_bytes(path.read_bytes()[:-10])
     (tmp_path / "three@main+0.json").write_text('{"what": {}, "status": "finished"}')
-    data = open_survey(tmp_path)
+    with pytest.warns(UserWarning, match="2 of 4 units in .* are missing"):
+        data = open_survey(tmp_path)
     message = "its result is missing or damaged: run again"
     assert json.loads(data.attrs["failed"]) == {
         "three@main+0": message,
@@ -731,6 +741,65 @@ def test_results_that_were_damaged_since_are_said(
         False,
     ]
     assert not run_survey(survey, tmp_path).loss.isnull().any()
+
+
+@pytest.mark.parametrize("removed", [["two@main+2"], ["three@main+0", "three@main+2"]])
+def test_units_without_files_are_said_to_be_missing(
+    survey: Survey, undisturbed: xarray.Dataset, tmp_path: Path, removed: list[str]
+) -> None:
+    """One unit, or all of a model: as before their first run, nothing is there of it."""
+    run_survey(survey, tmp_path)
+    assert open_survey(tmp_path).attrs["missing"] == "[]"
+    for key in removed:
+        (tmp_path / f"{key}.nc").unlink()
+        (tmp_path / f"{key}.json").unlink()
+    with pytest.warns(
+        UserWarning,
+        match=rf"^{len(removed)} of 4 units in .* are missing, the first is "
+        rf"'{re.escape(removed[0])}', .*: run the survey again, which keeps finished",
+    ) as caught:
+        data = open_survey(tmp_path)
+    assert "\n" not in str(caught[0].message)
+    assert Path(caught[0].filename).name == Path(__file__).name
+    assert json.loads(data.attrs["missing"]) == removed
+    assert data.attrs["failed"] == "{}"
+    state_before = state(tmp_path)
+    again = run_survey(survey, tmp_path)
+    assert again.attrs["missing"] == "[]"
+    assert state_before.items() <= state(tmp_path).items()
+    xarray.testing.assert_identical(values_of(open_survey(tmp_path)), values_of(again))
+    np.testing.assert_array_equal(again.loss, undisturbed.loss)
+
+
+def test_units_of_a_survey_that_is_running_are_missing_until_they_are_finished(
+    survey: Survey, tmp_path: Path
+) -> None:
+    counts = []
+
+    def watched(units: list[Unit]) -> Iterator[Unit]:
+        for number, unit in enumerate(units):
+            if number:
+                message = f"^{4 - number} of 4 units in "
+                with pytest.warns(UserWarning, match=message):
+                    missing = json.loads(open_survey(tmp_path).attrs["missing"])
+                counts.append(len(missing))
+            yield unit
+
+    run_survey(survey, tmp_path, progress=watched)
+    assert counts == [3, 2, 1]
+
+
+def test_a_list_of_planned_units_that_is_damaged_is_written_anew(
+    survey: Survey, tmp_path: Path
+) -> None:
+    run_survey(survey, tmp_path)
+    path = tmp_path / "planned.json"
+    content = path.read_bytes()
+    for damaged in (b"", content[:-9], content.replace(b"two@", b"six@")):
+        path.write_bytes(damaged)
+        assert open_survey(tmp_path).attrs["missing"] == "[]"
+        run_survey(survey, tmp_path)
+        assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize("prompts_per_unit", [2, None])
@@ -790,7 +859,13 @@ def test_failures_of_earlier_runs_are_not_those_of_this_one(
         tmp_path,
     )
     assert json.loads(data.attrs["failed"]) == {}
-    assert set(json.loads(open_survey(tmp_path).attrs["failed"])) == {"thre@main"}
+    assert json.loads(data.attrs["missing"]) == ["thre@main"]
+    with pytest.warns(
+        UserWarning, match="1 of 3 units in .*, the first is 'thre@main'"
+    ):
+        opened = open_survey(tmp_path)
+    assert set(json.loads(opened.attrs["failed"])) == {"thre@main"}
+    assert json.loads(opened.attrs["missing"]) == ["thre@main"]
 
 
 def test_prompts_that_can_be_walked_through_once_are_kept(

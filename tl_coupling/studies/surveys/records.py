@@ -5,12 +5,13 @@ unit of work.
 the record: finished, with the result's checksum, or failed, with the error. Plan and
 records hold a digest of their own content, so that one that was damaged is not
 believed. Records of earlier versions, which hold no plan, are taken to be of the plan
-beside them.
+beside them. `planned.json` lists the units of all runs, so that one without files is
+known to be missing.
 """
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from tl_coupling.arguments import fork_safe_lock
-from tl_coupling.files import write_atomically
+from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.interrupts import interrupts_held
 
 if TYPE_CHECKING:
     import xarray
 
 PLAN = "plan.json"
+PLANNED = "planned.json"
 # The format of plans, records and results.
 VERSION = 2
 # The netCDF library is not thread-safe.
@@ -110,6 +112,27 @@ def plan_digest(folder: Path) -> str | None:
 def _digest_of_plan(folder: Path, *_state: int) -> str | None:
     plan = read_plan(folder)
     return None if plan is None else _digest(plan)
+
+
+def planned_keys(folder: Path) -> list[str]:
+    """Return the keys of the units that runs of the folder's plan were to measure.
+
+    There are none where the list is missing or damaged: earlier versions wrote none.
+    """
+    content = _read_json(folder / PLANNED) or {}
+    is_of_plan = content.get("plan") == plan_digest(folder)
+    keys = content.get("units")
+    return keys if is_of_plan and isinstance(keys, list) else []
+
+
+def write_planned(folder: Path, units: Iterable[Unit]) -> None:
+    """Add units to the list of those that runs were to measure."""
+    known_keys = planned_keys(folder)
+    keys = list(dict.fromkeys([*known_keys, *(unit.key for unit in units)]))
+    # A run that adds none leaves the file as it is.
+    if keys != known_keys:
+        remove_left_overs(folder, Path(PLANNED).stem)
+        _write_json(folder / PLANNED, {"plan": plan_digest(folder), "units": keys})
 
 
 def is_finished(folder: Path, unit: Unit) -> bool:

@@ -21,6 +21,7 @@ from tl_coupling.studies.surveys.records import (
     is_finished,
     is_of_its_plan,
     load_unit,
+    planned_keys,
     record,
     result_path,
     why_unfinished,
@@ -60,8 +61,10 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         `peak_memory` of the processes that did it in MiB. Coordinates of `prompt`:
         `task`, `text`. NaN where something was not measured, or where a model has fewer
         layers than another. Checkpoints are numbers if all are training steps, else
-        text. `attrs["failed"]`: errors of units, a JSON object; `attrs["provenance"]`:
-        what holds for all; `attrs["provenance_by_unit"]`: what differs between units
+        text. `attrs["failed"]`: errors of units, a JSON object; `attrs["missing"]`: all
+        units of the survey that are not finished, a JSON list, with a warning where
+        there are any, as in a survey that is still running; `attrs["provenance"]`: what
+        holds for all; `attrs["provenance_by_unit"]`: what differs between units
         though it should not, such as versions after an upgrade between two runs, with a
         warning; `attrs["weights_digests"]`: what tells the weights of each model and
         checkpoint from others, a JSON object, with a warning where two have the same.
@@ -89,7 +92,25 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
             f"{results.path} holds no finished results: run the survey first"
         )
     failed = _errors(results, {unit.key for unit in finished})
-    return joined_units(results, finished).assign_attrs(failed=json.dumps(failed))
+    missing = missing_units(results, finished, failed)
+    if missing:
+        n_units = len(finished) + len(missing)
+        warn_caller(
+            f"{len(missing)} of {n_units} units in {results.path} are missing, the "
+            f"first is {missing[0]!r}, and means leave them out: run the survey again, "
+            "which keeps finished units (attrs['missing'] lists the others)"
+        )
+    data = joined_units(results, finished)
+    return data.assign_attrs(failed=json.dumps(failed), missing=json.dumps(missing))
+
+
+def missing_units(
+    folder: Folder, finished: Sequence[Unit], failed: Iterable[str]
+) -> list[str]:
+    """Return the keys of units that were planned or failed and are not finished."""
+    finished_keys = {unit.key for unit in finished}
+    keys = dict.fromkeys([*planned_keys(folder.path), *failed])
+    return [key for key in keys if key not in finished_keys]
 
 
 def _errors(folder: Folder, finished_keys: set[str]) -> dict[str, str]:

@@ -49,12 +49,13 @@ from tl_coupling.studies.surveys.executors import Executor, ProcessPool
 from tl_coupling.studies.surveys.kept import KeptPrompts
 from tl_coupling.studies.surveys.local_models import attach_files, check_files
 from tl_coupling.studies.surveys.measurements import measured_prompts
-from tl_coupling.studies.surveys.records import Unit
+from tl_coupling.studies.surveys.records import Unit, write_planned
 from tl_coupling.studies.surveys.results import (
     COSTS,
     FACTS,
     finished_units,
     joined_units,
+    missing_units,
     records_of,
 )
 from tl_coupling.studies.surveys.settings import IMPLIED, PAPER_PROMPT, Settings
@@ -384,7 +385,8 @@ def run_survey(
 
     Returns:
         as `open_survey`. Units that failed are missing (NaN), with a warning; their
-        errors are in `attrs["failed"]`.
+        errors are in `attrs["failed"]`. `attrs["missing"]` also lists units of earlier
+        runs that were not finished.
 
     Raises:
         ValueError: the folder has results of another survey, of another model under the
@@ -414,9 +416,11 @@ def run_survey(
         labels = [unit.key for unit in units]
         failed = _failed(outcomes, labels, "units")
         # Those of earlier runs as well.
-        data = joined_units(results, finished_units(results))
+        finished = finished_units(results)
+        data = joined_units(results, finished)
         # These failed in this run: other models may have failed in earlier ones.
-        data = data.assign_attrs(failed=json.dumps(failed))
+        missing = missing_units(results, finished, failed)
+        data = data.assign_attrs(failed=json.dumps(failed), missing=json.dumps(missing))
         # A temporary folder is about to go, and lazy values with it.
         return data.load() if folder is None else data
 
@@ -545,6 +549,7 @@ def _outcomes(
     with results.held():
         _check_names(results, units)
         described_units = attach_files(results, units)
+        write_planned(results.path, units)
         texts = {prompt_id: text for prompt_id, _, text in results.plan["prompts"]}
         # Workers may have another working directory.
         folder = None if results.temporary else results.path.resolve()
