@@ -3,6 +3,7 @@ pyplot alone.
 """
 
 import dataclasses
+import itertools
 from unittest import mock
 
 import numpy as np
@@ -139,6 +140,10 @@ def test_dollars_in_tokens_are_no_formulas():
         ({"views": ()}, "`views` is empty"),
         ({"positions": [6]}, r"`positions` must lie in \[-6, 5\]"),
         ({"black": 6}, r"`black` must lie in \[-6, 5\], got 6"),
+        (
+            {"names": ["a", "b"]},
+            "`names` must have one name for each of the 6 positions, got 2",
+        ),
         ({"positions": [2]}, r"at least 2 tokens, got positions \[2\]"),
         (
             {"views": ["whole"]},
@@ -200,6 +205,97 @@ def test_many_tokens_have_a_colour_bar_in_place_of_a_legend():
     shown = [to_hex(line.get_color()) for line in named_lines(fig.axes[0])]
     assert len(set(shown)) == 30
     assert shown[-1] == "#000000"
+
+
+def test_prompts_have_their_names_and_a_shape_each():
+    stream = walk(sink=0).residual
+    names = ["France", "Italy", "$x$", "Norway", "Greece", "Oslo"]
+    fig = plot_trajectories(stream, views=["deep"], names=names, black=None)
+    (ax,) = fig.axes
+    drawn = named_lines(ax)
+    # A prompt that is far from the others is no sink: it is drawn.
+    expected = trajectory_pca(stream).projected.numpy()[10:]
+    for i, line in enumerate(drawn):
+        np.testing.assert_array_equal(line.get_xydata(), expected[:, i])
+    (legend,) = fig.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    shapes_in_legend = [handle.get_marker() for handle in legend.legend_handles]
+    assert len(set(shapes_in_legend)) == len(names)
+    ends = ax.lines[2::3]
+    assert [end.get_marker() for end in ends] == shapes_in_legend
+    assert "#000000" not in {to_hex(line.get_color()) for line in drawn}
+    assert "tokens" not in fig.get_suptitle()
+    assert "sink" not in fig.get_suptitle()
+
+
+def test_names_are_of_positions_and_always_in_a_legend():
+    names = [f"prompt {i}" for i in range(30)]
+    stream = torch.randn(9, 30, 8, generator=torch.Generator().manual_seed(0))
+    fig = plot_trajectories(stream, names=names)
+    assert len(fig.legends[0].get_texts()) == 30
+    chosen = plot_trajectories(stream, names=names, positions=[3, 7, -1])
+    labels = [line.get_label() for line in named_lines(chosen.axes[0])]
+    assert labels == ["prompt 3", "prompt 7", "prompt 29"]
+    by_name = plot_trajectories({"a": stream, "b": stream}, names=names)
+    assert len(by_name.legends[0].get_texts()) == 30
+
+
+def test_a_bar_names_no_black_token_where_there_is_none():
+    stream = torch.randn(9, 30, 8, generator=torch.Generator().manual_seed(0))
+    fig = plot_trajectories(stream.cumsum(0), black=None)
+    assert fig.axes[-1].get_ylabel() == "token position"
+    colors = {to_hex(line.get_color()) for line in named_lines(fig.axes[0])}
+    assert "#000000" not in colors
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "depths"),
+    [(20, [3, 6, 9, 12, 15, 18]), (30, [5, 10, 15, 20, 25]), (2, [1]), (1, [])],
+)
+def test_small_dots_grow_along_each_line(n_layers, depths):
+    trace = walk(n_layers)
+    ax = plot_trajectories(trace, views=["all"]).axes[0]
+    projected = trajectory_pca(trace.residual).projected.numpy()
+    assert len(ax.collections) == len(TOKENS)
+    for i, dots in enumerate(ax.collections):
+        np.testing.assert_array_equal(dots.get_offsets(), projected[depths, i])
+        assert (np.diff(dots.get_sizes()) > 0).all()
+    # They are smaller than the dot at the end, of 4 points.
+    assert all((dots.get_sizes() < 16).all() for dots in ax.collections)
+
+
+def test_labels_say_that_components_are_of_the_last_depth():
+    trace = walk()
+    shares = trajectory_pca(trace.residual).explained_variance_ratio.tolist()
+    (ax,) = plot_trajectories(trace, views=["all"]).axes
+    assert ax.get_xlabel() == f"PC 1 of the last depth ({shares[0]:.0%} of variance)"
+    assert ax.get_ylabel() == f"PC 2 of the last depth ({shares[1]:.0%})"
+    for several in (trace, {"a": trace, "b": trace}):
+        for ax in plot_trajectories(several).axes:
+            assert ax.get_xlabel().startswith("PC 1 of the last depth\n")
+            assert ax.get_ylabel().startswith("PC 2 of the last depth\n")
+
+
+def test_one_panel_for_print_has_no_title_and_panels_keep_their_views():
+    with tlc.plots.paper_style():
+        one = plot_trajectories(walk(), views=["all"])
+        two = plot_trajectories(walk())
+    assert one.axes[0].get_title() == ""
+    assert one.get_suptitle() == two.get_suptitle() == ""
+    assert [ax.get_title().split(":")[0] for ax in two.axes] == ["all", "shallow"]
+
+
+def test_labels_of_panels_side_by_side_do_not_overlap():
+    trace = walk()
+    widths = (("all",), ("all", "shallow"), ("all", "shallow", "deep"))
+    for views in widths:
+        for width in (3.3, 6.8):
+            with tlc.plots.off_screen(), tlc.plots.paper_style(width):
+                fig = plot_trajectories(trace, views=views)
+            fig.draw_without_rendering()
+            boxes = [ax.xaxis.label.get_window_extent() for ax in fig.axes]
+            for left, right in itertools.pairwise(boxes):
+                assert left.x1 < right.x0
 
 
 # plot_trajectory_metrics

@@ -632,6 +632,12 @@ def entitle(drawn: Axes | Figure, text: str) -> None:
     title.__class__ = Title
 
 
+def untitle_for_print(ax: Axes) -> None:
+    """Remove the title of Axes in the style of papers; elsewhere it stays."""
+    if _SURROUNDINGS.get().paper_width is not None:
+        ax.set_title("")
+
+
 def _width(drawn: Axes | Figure) -> float:
     """Return the inches that a title may take."""
     if isinstance(drawn, Figure):
