@@ -102,7 +102,7 @@ def test_no_more_svds_at_once_than_fit_into_half_of_what_is_free(
     of_one = 12 * 4 * tiny.D_MODEL**2
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(
-        "tl_coupling.jacobians.budget._free_memory", lambda _: 2 * n_that_fit * of_one
+        "tl_coupling.jacobians.budget.free_memory", lambda _: 2 * n_that_fit * of_one
     )
     sizes = MapSizes.from_trace(tiny_trace, n_rows=30, n_columns=30, k=4)
     block = tiny_trace.blocks[0].call.module
@@ -114,7 +114,7 @@ def test_a_plan_says_what_the_budget_decides(
 ) -> None:
     """Also where memory is scarce: fewer SVDs at a time, Jacobians in a file."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr("tl_coupling.jacobians.budget._free_memory", lambda _: 0.0)
+    monkeypatch.setattr("tl_coupling.jacobians.budget.free_memory", lambda _: 0.0)
     n_layers = tiny.N_LAYERS
     sizes = MapSizes.from_trace(tiny_trace, n_layers, n_layers, k=4)
     block = tiny_trace.blocks[0].call.module
@@ -558,3 +558,86 @@ def test_a_batch_keeps_to_its_number_and_to_the_memory(tiny_trace) -> None:
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[-1]) == (1, 40)
     assert len(set(sizes)) > 3
+
+
+@pytest.mark.parametrize("method", ["jacobians", "products"])
+def test_minutes_are_work_by_rate(tiny_trace: tlc.Trace, method) -> None:
+    planned = tlc.plan(tiny_trace, 4, method=method, rate=0.25)
+    assert planned.minutes == pytest.approx(planned.work / 0.25e12 / 60)
+    assert "at 0.25 Tflop/s, at least" in str(planned)
+    without = tlc.plan(tiny_trace, 4, method=method)
+    assert without.minutes is None
+    assert "minutes" not in str(without)
+    if method == "jacobians":
+        assert planned.work == sum(planned.flops.values())
+    else:
+        # Rows count eight times: all but the trace, the gate and the pairs' products.
+        n, d, k = tiny.N_LAYERS, tiny.D_MODEL, 4
+        products_of_pairs = 2.0 * n**2 * k**2 * d
+        flops = planned.flops
+        rows = flops["triplets"] + flops["pairs"] - products_of_pairs
+        others = flops["trace"] + flops["gate"] + products_of_pairs
+        assert planned.work == pytest.approx(8 * rows + others)
+
+
+def test_a_measured_rate_is_that_of_this_machine(tiny_trace: tlc.Trace) -> None:
+    """Beside a product of other matrices, timed here."""
+    measured = tlc.plan(tiny_trace, 4, rate="measured").rate
+    X = torch.randn(1024, 1024)
+    X @ X
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        X @ X
+        seconds.append(time.perf_counter() - start)
+    rate = 2 * 1024**3 / min(seconds) / 1e12
+    # Other processes share the cores.
+    assert rate / 8 < measured < 8 * rate
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), "fast"])
+def test_other_rates_are_refused(tiny_trace: tlc.Trace, rate) -> None:
+    with pytest.raises((ValueError, TypeError), match="`rate`"):
+        tlc.plan(tiny_trace, 4, rate=rate)
+
+
+def test_a_plan_says_what_to_reduce_where_it_does_not_fit(
+    streamed: nn.Module, folder_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 1000.0
+    # The function `plan` goes by the name of its module.
+    module = sys.modules["tl_coupling.jacobians.plan"]
+    monkeypatch.setattr(module, "free_memory", lambda _: free)
+    of_name = tlc.plan(str(folder_model), 4)
+    assert of_name.available == free
+    assert not of_name.fits()
+    assert of_name.fits(of_name.peak)
+    assert not of_name.fits(of_name.peak - 1)
+    assert of_name.fits("1GiB")
+    assert "does not fit in 1e+03 B: " in str(of_name)
+    # Of a model that is loaded, the weights are no longer to be found room for.
+    loaded = tlc.trace(tlc.load_model(str(folder_model), device="cpu"), tiny.TOKENS)
+    of_loaded = tlc.plan(loaded, 4)
+    assert of_loaded.available == free + of_loaded.weights
+    assert tlc.plan(streamed, 4).available == free
+    free = float("inf")
+    assert "does not fit" not in str(tlc.plan(str(folder_model), 4))
+
+
+@pytest.mark.parametrize(
+    ("part", "advice"),
+    [
+        ("weights", 'memory="stream"'),
+        ("jacobians", "`max_memory`, which keeps Jacobians in a file"),
+        ("result", "fewer layers"),
+        ("working", "`chunk_size`"),
+    ],
+)
+def test_the_advice_is_about_the_largest_part(
+    tiny_trace: tlc.Trace, part: str, advice: str
+) -> None:
+    planned = tlc.plan(tiny_trace, 4)
+    large = replace(planned, available=2.0**30, **{part: 2**40})
+    last_line = str(large).splitlines()[-1]
+    assert last_line.startswith("  does not fit in 1 GiB: ")
+    assert advice in last_line

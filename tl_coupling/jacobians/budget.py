@@ -223,7 +223,7 @@ class Budget:
         )
         if options.max_memory is not None:
             return budget._limited(n_bytes(options.max_memory))
-        free = _SHARE * _free_memory(device)
+        free = _SHARE * free_memory(device)
         n_that_fit = free / (_OF_SVD * budget.matrix)
         return replace(
             budget,
@@ -307,7 +307,7 @@ class Batch(NamedTuple):
         if options.max_memory is not None:
             memory = n_bytes(options.max_memory)
         elif options.batch is None:
-            memory = _SHARE * _free_memory(device)
+            memory = _SHARE * free_memory(device)
         d = trace.d_model
         itemsize = trace.blocks[0].X.element_size()
         block = trace.blocks[0].call.module
@@ -339,10 +339,10 @@ def fits_in_memory(size: int, block: nn.Module) -> bool:
     # Its user chose to hold one block: Jacobians get no more room than that.
     if facts_of(block).is_streamed:
         return size <= 4 * sum(p.numel() for p in block.parameters())
-    return size <= _SHARE * _free_memory(input_device(block))
+    return size <= _SHARE * free_memory(input_device(block))
 
 
-def _free_memory(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     """Return the bytes that are free on a device; infinity where that is not known."""
     if device.type == "cuda":
         # The other number is the total.

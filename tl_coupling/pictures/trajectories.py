@@ -86,9 +86,10 @@ def plot_trajectories(
 
         The last token of several prompts:
 
-        >>> paths = [one.residual[:, -1] for one in several.values()]
+        >>> prompts = ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]
+        >>> paths = [tlc.trace(model, prompt).residual[:, -1] for prompt in prompts]
         >>> stream = torch.stack(paths, dim=1)
-        >>> fig = tlc.plot_trajectories(stream, names=list(several), black=None)
+        >>> fig = tlc.plot_trajectories(stream, names=prompts, black=None)
     """
     if not views:
         raise ValueError("`views` is empty: wanted at least one")
