@@ -180,7 +180,8 @@ def test_the_picture_has_both_maps_on_one_scale(maps, hooked):
     drawn = np.ma.filled(difference.get_array().astype(float), np.nan)
     np.testing.assert_allclose(drawn[~own], comparison.differences.numpy()[~own])
     assert np.isnan(drawn[own]).all()
-    assert f"{comparison.mean_difference:+.3f}" in fig.get_suptitle()
+    mean = f"{comparison.mean_difference:+.3f}".replace("-", "−")
+    assert mean in fig.get_suptitle()
     assert "dots: 0 of 6 pairs differ" in fig.get_suptitle()
     assert {bool(ax.patch.get_hatch()) for ax in fig.axes[:3]} == {True}
 

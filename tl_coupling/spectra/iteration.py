@@ -449,7 +449,7 @@ def _rayleigh_ritz(
             continue
         gap = float(of_one[k - 1] - of_one[n_values - 1]) / largest
         largest_residual = min(tolerance, max(tolerance / 4, gap / 10))
-        is_right = float(of_one[n_values:].max()) <= largest_residual
+        is_right = bool(float(of_one[n_values:].max()) <= largest_residual)
         triplets = Triplets(U[i], S[i], V[i], residuals[i], steps[i])
         results.append((triplets, is_right))
     return results
