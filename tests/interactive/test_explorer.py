@@ -280,8 +280,16 @@ def test_the_map_in_a_browser(chromium: Any, tmp_path: Path, width: int) -> None
         "return document.querySelectorAll('[data-part=map]').length"
     ) == len(runs)
 
-    # Hover, over either map: the same pair in both, and its values of both.
     chance = 1 - math.sqrt(1 - 1 / 4)
+    shown_means = chromium.execute_script(
+        "return [...document.querySelectorAll('[data-part=mean]')].map(e => e.textContent)"
+    )
+    pairs = [(i, j) for i in range(N_LAYERS) for j in range(N_LAYERS) if i != j]
+    for shown, run in zip(shown_means, runs.values(), strict=True):
+        mean = np.mean([naive_coupling(run.matrices[pair][:4, :4]) for pair in pairs])
+        assert shown == f"mean {mean:.3f}, {mean / chance:.1f} × chance"
+
+    # Hover, over either map: the same pair in both, and its values of both.
     for index in range(len(runs)):
         browser.move_to(chromium, *centre_of(chromium, 2, 1, index))
         assert text_of(chromium, "value") == expected(trained, 2, 1, 4)

@@ -9,7 +9,7 @@ import pytest
 
 import browser
 import tl_coupling as tlc
-from tl_coupling.interactive.explorer_data import explorer_numbers
+from tl_coupling.interactive.explorer_data import ExplorerData
 
 pytest.importorskip("anywidget", reason="anywidget is not installed")
 traitlets = pytest.importorskip("traitlets")
@@ -39,7 +39,7 @@ def result(tiny_trace: tlc.Trace) -> tlc.CouplingMap:
 
 def test_pair_and_k_are_set_and_observed(result: tlc.CouplingMap) -> None:
     widget = tlc.explore(result, k=3)
-    numbers = explorer_numbers({"": result}, 3, 16)
+    numbers = ExplorerData.of(result, 3, 16).numbers
     values = result.coupling(3)
     assert widget.k == 3
     # Of two layers, the pair with the larger value.

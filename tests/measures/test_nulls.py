@@ -405,3 +405,11 @@ def test_null_of_the_identity_is_transformerlens_mean_projection_kernel(d, frame
         kernel = np.square(sampled(frames, np.ones(d))).sum((1, 2))
         assert kernel.mean() == pytest.approx(moments.mean, rel=0.01)
         assert kernel.var() == pytest.approx(moments.variance, rel=0.05)
+
+
+def test_the_earlier_name_of_a_null_of_draws_warns_and_does_the_same() -> None:
+    values = torch.tensor([0.2, 0.4])
+    for measure in MEASURES.values():
+        with pytest.warns(DeprecationWarning, match="is called `null_of_draws` now"):
+            null = measure.root_mean_square(values)
+        assert null == measure.null_of_draws(values)

@@ -6,6 +6,7 @@ const share = code => code === UNDEFINED ? NaN : code / (UNDEFINED - 1);
 // Entries of matrices are the upper halves of numbers of 32 bits.
 const entries = codes => new Float32Array(Uint32Array.from(codes, code => code << 16).buffer);
 const digits = value => Number.isNaN(value) ? "undefined" : value.toFixed(3);
+const inChance = (value, chance) => chance > 0 && !Number.isNaN(value) ? `${(value / chance).toFixed(1)} × chance` : "";
 const mix = (colors, at) => colors[Math.round(Math.min(1, Math.max(0, at)) * (colors.length - 1))];
 const between = (value, low, high) => Math.min(high, Math.max(low, value));
 // Of lines, in the order of the runs; 3 to 1 on white and on black.
@@ -129,7 +130,8 @@ function exploreCoupling(root, map, changed = () => {}) {
       });
       figure.querySelector("[data-part=name]").textContent = isDifference ? `${runs[0].name} − ${second.name}` : run.name;
       const mean = isDifference ? meanOf(runs[0]) - meanOf(second) : meanOf(run);
-      figure.querySelector("[data-part=mean]").textContent = `mean ${digits(mean)}`;
+      const times = isDifference ? "" : inChance(mean, chanceOf(run, state.k, 0));
+      figure.querySelector("[data-part=mean]").textContent = `mean ${digits(mean)}${times && `, ${times}`}`;
       const box = figure.querySelector("canvas").getBoundingClientRect();
       drawTicks(figure.querySelector(".tlc-across"), map.col_keys, box.width, true);
       drawTicks(figure.querySelector(".tlc-down"), map.row_keys, box.height, false);
@@ -150,8 +152,7 @@ function exploreCoupling(root, map, changed = () => {}) {
     const first = shownRuns()[0];
     const value = valueOf(first, state.k, state.row, state.col), chance = chanceOf(first, state.k, state.row);
     part("value").textContent = digits(value);
-    const times = chance > 0 && !Number.isNaN(value) ? `${(value / chance).toFixed(1)} × chance` : "";
-    part("times").textContent = isOwn(state.row, state.col) ? `a ${map.side} with itself` : times;
+    part("times").textContent = isOwn(state.row, state.col) ? `a ${map.side} with itself` : inChance(value, chance);
     part("which").textContent = `J₁ of ${map.side} ${map.rows[state.row]}, top ${state.k} singular vectors of ${map.side} ${map.cols[state.col]}`;
     const line = (color, name, shown) => element("li", {}, dash(color), ` ${name} ${digits(shown)}`);
     const lines = shownRuns().map(run => line(run.color, run.name || "coupling", valueOf(run, state.k, state.row, state.col)));

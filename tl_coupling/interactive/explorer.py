@@ -20,11 +20,7 @@ import PIL.Image
 from tl_coupling.arguments import Count, checked
 from tl_coupling.comparisons import CouplingMap
 from tl_coupling.directions import Decoded
-from tl_coupling.interactive.explorer_data import (
-    describe_map,
-    draw_picture,
-    explorer_numbers,
-)
+from tl_coupling.interactive.explorer_data import ExplorerData
 from tl_coupling.interactive.views import View
 
 _HERE = Path(__file__)
@@ -68,19 +64,16 @@ def show_coupling(
         >>> tlc.interactive.show_coupling({"trained": result, "untrained": result})
         <View of the coupling of 2 × 2 layers, k ≤ 4: trained, untrained>
     """
-    runs = {"": results} if isinstance(results, CouplingMap) else dict(results)
-    numbers = explorer_numbers(runs, k, matrix_k, decoded)
-    picture = draw_picture(runs, numbers["first_k"])
-    name = describe_map(runs, numbers)
-    text = html.escape(json.dumps(numbers, allow_nan=False, separators=(",", ":")))
-    width, height = PIL.Image.open(io.BytesIO(picture)).size
+    data = ExplorerData.of(results, k, matrix_k, decoded)
+    text = html.escape(json.dumps(data.numbers, allow_nan=False, separators=(",", ":")))
+    width, height = PIL.Image.open(io.BytesIO(data.picture)).size
     still = (
-        f'<img src="data:image/png;base64,{base64.b64encode(picture).decode()}" '
+        f'<img src="data:image/png;base64,{base64.b64encode(data.picture).decode()}" '
         f'width="{width}" height="{height}" '
-        f'alt="{html.escape(name)}: an interactive map where scripts run">'
+        f'alt="{html.escape(data.name)}: an interactive map where scripts run">'
     )
     body = f'<div class="tlc-explorer" data-map="{text}">{still}</div>'
-    return View(body, script=explorer_script(), name=name, picture=picture)
+    return View(body, explorer_script(), data.name, data.picture)
 
 
 @checked
@@ -124,10 +117,7 @@ def explore(
             f"`tl_coupling.interactive.show_coupling`, which needs nothing ({error})"
         ) from error
 
-    runs = {"": results} if isinstance(results, CouplingMap) else dict(results)
-    numbers = explorer_numbers(runs, k, matrix_k)
-    picture = draw_picture(runs, numbers["first_k"])
-    return Explorer(numbers, picture, describe_map(runs, numbers), decode)
+    return Explorer(ExplorerData.of(results, k, matrix_k), decode)
 
 
 @lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -33,7 +33,35 @@ _N_WORDS = 6
 _MOST_SIDE_BY_SIDE = 4
 
 
-def explorer_numbers(
+class ExplorerData(NamedTuple):
+    """What a page or a widget needs of maps to explore.
+
+    Attributes:
+        numbers: what the script draws, as JSON holds it.
+        picture: the maps side by side, as PNG.
+        name: says in a line what the maps show.
+    """
+
+    numbers: dict[str, Any]
+    picture: bytes
+    name: str
+
+    @classmethod
+    def of(
+        cls,
+        results: CouplingMap | Mapping[str, CouplingMap],
+        k: int | None,
+        matrix_k: int,
+        decoded: Decoded | Sequence[Decoded] = (),
+    ) -> "ExplorerData":
+        """Return the data of one map, or of several by name, to begin with at k."""
+        runs = {"": results} if isinstance(results, CouplingMap) else dict(results)
+        numbers = _numbers_of_all(runs, k, matrix_k, decoded)
+        picture = _draw_picture(runs, numbers["first_k"])
+        return cls(numbers, picture, _describe(runs, numbers))
+
+
+def _numbers_of_all(
     runs: Mapping[str, CouplingMap],
     k: int | None,
     matrix_k: int,
@@ -86,7 +114,7 @@ def explorer_numbers(
     }
 
 
-def describe_map(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) -> str:
+def _describe(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) -> str:
     """Say in a line what a map shows."""
     n_rows, n_cols = len(numbers["rows"]), len(numbers["cols"])
     name = (
@@ -98,7 +126,7 @@ def describe_map(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) ->
     return name
 
 
-def draw_picture(runs: Mapping[str, CouplingMap], k: int) -> bytes:
+def _draw_picture(runs: Mapping[str, CouplingMap], k: int) -> bytes:
     """Return the maps side by side as PNG; of many, the first and the last."""
     shown = dict(runs)
     if len(runs) > _MOST_SIDE_BY_SIDE:

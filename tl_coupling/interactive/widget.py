@@ -1,7 +1,7 @@
 """The map to explore as a widget of notebooks, which Python and the reader share."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import anywidget
 import traitlets
 
 from tl_coupling.directions import Decoded
-from tl_coupling.interactive.explorer_data import written_directions
+from tl_coupling.interactive.explorer_data import ExplorerData, written_directions
 from tl_coupling.interactive.views import VIEW_STYLE
 
 _HERE = Path(__file__)
@@ -43,18 +43,15 @@ class Explorer(anywidget.AnyWidget):
     _css = VIEW_STYLE
 
     def __init__(
-        self,
-        numbers: Mapping[str, Any],
-        picture: bytes,
-        name: str,
-        decode: Callable[[int], Decoded] | None = None,
+        self, data: ExplorerData, decode: Callable[[int], Decoded] | None = None
     ):
-        self._picture = picture
-        self._name = name
+        self._picture = data.picture
+        self._name = data.name
         self._decoded: dict[int, Decoded] = {}
+        numbers = data.numbers
         row, column = numbers["pair"]
         super().__init__(
-            numbers=dict(numbers),
+            numbers=numbers,
             directions=numbers["directions"],
             k=numbers["first_k"],
             pair=(numbers["row_keys"][row], numbers["col_keys"][column]),

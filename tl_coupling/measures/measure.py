@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_coupling.arguments import checked
+from tl_coupling.arguments import checked, warn_caller
 from tl_coupling.measures.matrices import (
     Norm,
     captured_energy,
@@ -135,6 +135,16 @@ class Measure(ABC):
     ) -> Float[Tensor, "..."]:
         """Return of drawn values what `null` is of all that could be drawn."""
         return values.square().mean(0).sqrt()
+
+    def root_mean_square(
+        self, values: Float[Tensor, "n_draws ..."]
+    ) -> Float[Tensor, "..."]:
+        """Return `null_of_draws`, whose earlier name this is."""
+        warn_caller(
+            "`Measure.root_mean_square` is called `null_of_draws` now: use that name",
+            DeprecationWarning,
+        )
+        return self.null_of_draws(values)
 
     def null_of_any_jacobian(self, k: int) -> Float[Tensor, ""] | None:
         """Return the null of random frames if it is the same for every J_1, or None."""
