@@ -163,22 +163,27 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
     return small.parsed(parser, argv, SMALL)
 
 
+def check_counts(arguments: argparse.Namespace, seeds: Sequence[str]) -> None:
+    """Raise ValueError where an option is out of range; `seeds` are names of options."""
+    for name in (*seeds, "jobs", "every", "evaluate", "measure"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1")
+    if not 1 <= arguments.k < arguments.width:
+        raise ValueError(
+            f"`--k` must lie in [1, {arguments.width - 1}], got {arguments.k}"
+        )
+
+
 def families_of(arguments: argparse.Namespace) -> list[Family]:
     """Return all families, those of the primary part first.
 
     Raises:
         ValueError: an option out of range, or an unknown part.
     """
-    for name in ("seeds", "other_seeds", "jobs", "every", "evaluate", "measure"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"`--{name.replace('_', '-')}` must be at least 1")
+    check_counts(arguments, ("seeds", "other_seeds"))
     if unknown := set(arguments.parts) - set(PARTS):
         raise ValueError(
             f"`--parts` must be of {', '.join(PARTS)}, got {sorted(unknown)}"
-        )
-    if not 1 <= arguments.k < arguments.width:
-        raise ValueError(
-            f"`--k` must lie in [1, {arguments.width - 1}], got {arguments.k}"
         )
     names = ("width", "n_layers", "steps", "warmup", "weight_decay", "vocabulary")
     shared = {name: getattr(arguments, name) for name in (*names, "n_ctx", "batch")}
@@ -509,9 +514,8 @@ def table_of(runs: Sequence[xarray.Dataset]) -> pandas.DataFrame:
     return pandas.concat(tables, ignore_index=True)
 
 
-def study(arguments: argparse.Namespace) -> None:
-    """Train, measure, report, draw."""
-    families = families_of(arguments)
+def design_of(arguments: argparse.Namespace, out: Path) -> Design:
+    """Return what all models share: texts, passages, and when what is taken."""
     corpus = small.build_corpus(
         small.read_documents(arguments.text), arguments.vocabulary
     )
@@ -524,30 +528,49 @@ def study(arguments: argparse.Namespace) -> None:
         for text in passages
     ]
     shortest = min(map(len, ids))
+    return Design(
+        corpus,
+        arguments.little,
+        arguments.windows,
+        held_out,
+        torch.tensor([passage[:shortest] for passage in ids]),
+        arguments.k,
+        arguments.every,
+        arguments.evaluate,
+        arguments.measure,
+        out,
+    )
+
+
+def measured_table(
+    families: Sequence[Family], design: Design, jobs: int
+) -> pandas.DataFrame:
+    """Train and measure all families, or load what is there; see `table_of`."""
+    runs: list[xarray.Dataset] = []
+    with small.parallel_map(jobs) as mapped:
+        results = mapped(partial(family_measured, design=design), families)
+        for of_family in tqdm(results, "families", len(families)):
+            runs += of_family
+    return table_of(runs)
+
+
+def write_tables(table: pandas.DataFrame, out: Path) -> list[Path]:
+    """Write the tables of each part, and return where they are."""
+    paths = []
+    for part, of_part in table.groupby("part", sort=False):
+        for name, of_name in tables_of_part(of_part).items():
+            save = partial(of_name.to_csv, index=False, float_format="%.5g")
+            paths.append(write_atomically(out / f"{name}-{part}.csv", save))
+    return paths
+
+
+def study(arguments: argparse.Namespace) -> None:
+    """Train, measure, report, draw."""
+    families = families_of(arguments)
     with output_folder(arguments.out) as out:
-        design = Design(
-            corpus,
-            arguments.little,
-            arguments.windows,
-            held_out,
-            torch.tensor([passage[:shortest] for passage in ids]),
-            arguments.k,
-            arguments.every,
-            arguments.evaluate,
-            arguments.measure,
-            out,
-        )
-        runs: list[xarray.Dataset] = []
-        with small.parallel_map(arguments.jobs) as mapped:
-            results = mapped(partial(family_measured, design=design), families)
-            for of_family in tqdm(results, "families", len(families)):
-                runs += of_family
-        table = table_of(runs)
-        paths = []
-        for part, of_part in table.groupby("part", sort=False):
-            for name, of_name in tables_of_part(of_part).items():
-                save = partial(of_name.to_csv, index=False, float_format="%.5g")
-                paths.append(write_atomically(out / f"{name}-{part}.csv", save))
+        design = design_of(arguments, out)
+        table = measured_table(families, design, arguments.jobs)
+        paths = write_tables(table, out)
         # As `--table` reads them, so that both print the same.
         models = read_tables(out, "models")
         print_report(models)
@@ -557,13 +580,15 @@ def study(arguments: argparse.Namespace) -> None:
     print(*paths, sep="\n")
 
 
-def read_tables(folder: Path, name: str) -> pandas.DataFrame:
+def read_tables(
+    folder: Path, name: str, parts: Sequence[str] = PARTS
+) -> pandas.DataFrame:
     """Return the tables of all parts that are in a folder, in the order of the parts.
 
     Raises:
         ValueError: there are none.
     """
-    paths = [folder / f"{name}-{part}.csv" for part in PARTS]
+    paths = [folder / f"{name}-{part}.csv" for part in parts]
     tables = [pandas.read_csv(path) for path in paths if path.exists()]
     if not tables:
         raise ValueError(f"there are no results in {folder}: run it without --table")

@@ -45,6 +45,8 @@ PRIMARY_CONTRASTS = CONTRASTS[:2]
 SPEEDS = (0.8, 1.25)
 # The smallest effect of interest, in nats.
 MARGIN = 0.03
+# Of how many numbers all changes of sign are made.
+MOST_SIGNS = 16
 MADE_OF = [
     "coupling",
     "coupling_without_identity",
@@ -178,7 +180,7 @@ def paired(difference: np.ndarray, n_looks: int = 1) -> dict[str, float]:
     mean = difference.mean()
     sd = difference.std(ddof=1)
     width = sd / np.sqrt(n) * stats.t.ppf(1 - 0.025 / n_looks, n - 1)
-    means = np.abs(all_signs(n) @ difference) / n
+    means = np.abs(changes_of_sign(n) @ difference) / n
     return {
         "n": n,
         "difference": mean,
@@ -191,9 +193,14 @@ def paired(difference: np.ndarray, n_looks: int = 1) -> dict[str, float]:
 
 
 @cache
-def all_signs(n: int) -> np.ndarray:
-    """Return all changes of sign of n numbers, a row each."""
-    return np.array(list(product((1.0, -1.0), repeat=n)))
+def changes_of_sign(n: int) -> np.ndarray:
+    """Return all changes of sign of n numbers, a row each; of more than 16 numbers 2¹⁶
+    that are drawn, and none.
+    """
+    if n <= MOST_SIGNS:
+        return np.array(list(product((1.0, -1.0), repeat=n)))
+    drawn = np.random.default_rng(0).integers(0, 2, (2**MOST_SIGNS, n))
+    return np.vstack([np.ones(n), 2.0 * drawn - 1])
 
 
 def slope_of_speed(models: pandas.DataFrame, speeds: tuple[float, ...]) -> float:
