@@ -55,7 +55,7 @@ def differences_of(models: pandas.DataFrame, outcome: str) -> pandas.DataFrame:
     contrast, with `mean`, `sd`, `n`, p by changes of sign, and the ends of its t
     intervals, `low`, `high` (97.5 %) and `low 90`, `high 90`.
     """
-    wide = models.pivot_table(index="seed", columns="arm", values=outcome)
+    wide = models.pivot(index="seed", columns="arm", values=outcome)
     rows = {
         f"{arm} − {other}": described((wide[arm] - wide[other]).to_numpy())
         for arm, other in [*PRIMARY, *OTHERS]

@@ -1,0 +1,190 @@
+"""The study of the treatment where models are coupled: the sentence of each planted
+outcome, its intervals and power by scipy, and that it resumes.
+"""
+
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+from scipy import stats
+
+import treatment
+import treatment_coupled as study
+import treatment_coupled_report as report
+from treatment_report import ALONE, CELL, STEP
+
+OPTIONS = (
+    "--seeds 2 --pilot-seeds 2 --little 512 --width 16 --n-layers 2 --steps 24 "
+    "--warmup 2 --vocabulary 300 --n-ctx 16 --windows 4 --held-out 4 --passages 1 "
+    "--evaluate 4 --measure 12 --k 4 --jobs 1 --learning-rate 0.01"
+)
+COUPLING = {"up": 0.8, "down": 0.02, "twisted up": 0.2, "twisted down": 0.35}
+ARMS = [*COUPLING, ALONE, report.AS_SLOW]
+SLOWER = {report.AS_SLOW, "up", "twisted up"}
+
+
+def planted(
+    effects: Mapping[str, float], noise: float = 0.01, n_seeds: int = 36
+) -> pandas.DataFrame:
+    """Models of the part `coupled` whose outcome is 3 nats, but for the effect of their
+    arm and noise.
+    """
+    rng = np.random.default_rng(1)
+    rows = []
+    for seed in range(n_seeds):
+        of_seed = 0.1 * rng.standard_normal()
+        for arm in ARMS:
+            loss = 3 + of_seed + effects.get(arm, 0.0) + noise * rng.standard_normal()
+            row = dict(zip(CELL, ["coupled", "little", 0.001, 0.5], strict=True))
+            row |= {"arm": arm, "seed": seed, report.OUTCOME: loss}
+            row |= {STEP: 500.0 + 20 * (arm in SLOWER)}
+            row |= {report.COUPLING: COUPLING.get(arm, 0.39) + 0.01 * rng.random()}
+            row |= {"held-out loss at the end": loss, "lowest held-out loss": loss}
+            rows.append(row)
+    return pandas.DataFrame(rows)
+
+
+@pytest.mark.parametrize(
+    ("effects", "expected"),
+    [
+        ({"up": -0.03, "down": 0.03}, "coupling promotes generalization (raised"),
+        ({"up": 0.03, "down": -0.03}, "coupling hinders generalization (raised"),
+        ({"up": -0.008, "down": 0.008}, "promotes generalization, by less than 0.015"),
+        ({}, "is within ±0.015 nats in these models (raised: within"),
+        # One direction alone, or both the same way, is not decided.
+        ({"up": -0.03}, "not decided (raised: lowers; lowered: within)"),
+        ({"up": -0.03, "down": -0.03}, "not decided (raised: lowers; lowered: lowers)"),
+        # What any term does: treated models and twins alike.
+        (
+            dict.fromkeys(("up", "down", "twisted up", "twisted down"), 0.03),
+            "not decided (raised: not decided; lowered: not decided)",
+        ),
+        # A twin alone, and the speed alone.
+        ({"twisted up": 0.03, "twisted down": -0.03}, "not decided"),
+        ({report.AS_SLOW: 0.03}, "not decided"),
+    ],
+)
+def test_each_planted_outcome_earns_its_sentence(effects, expected):
+    assert expected in report.sentence_of(planted(effects))
+
+
+def test_nothing_is_said_without_a_dose_or_under_noise():
+    for arm, coupling, expected in (
+        ("up", 0.3, "not raised by .2"),
+        ("down", 0.3, "not lowered by .1"),
+    ):
+        models = planted({"up": -0.03, "down": 0.03})
+        models.loc[models["arm"] == arm, report.COUPLING] = coupling
+        assert expected in report.sentence_of(models)
+    assert "not decided" in report.sentence_of(planted({}, noise=0.1))
+
+
+def test_a_model_that_is_missing_or_not_finite_is_an_error():
+    models = planted({})
+    models.loc[3, report.OUTCOME] = np.nan
+    with pytest.raises(ValueError, match="finite"):
+        report.sentence_of(models)
+
+
+def test_intervals_are_paired_and_by_scipy():
+    models = planted({"up": 0.01})
+    wide = models.pivot_table(index="seed", columns="arm", values=report.OUTCOME)
+    rows = report.differences_of(models, report.OUTCOME)
+    for arm, other in report.PRIMARY:
+        test = stats.ttest_rel(wide[arm], wide[other])
+        row = rows.loc[f"{arm} − {other}"]
+        both = test.confidence_interval(0.975)
+        assert (row["low"], row["high"]) == pytest.approx(both)
+        one_sided = test.confidence_interval(0.9)
+        assert (row["low 90"], row["high 90"]) == pytest.approx(one_sided)
+        # Signs are drawn; the t test is near them where differences are normal.
+        assert row["p"] == pytest.approx(test.pvalue, abs=0.03)
+
+
+def test_power_is_what_planted_studies_show():
+    rng = np.random.default_rng(2)
+    n, sd = 12, 0.02
+    for effect in (report.MARGIN, 0.0):
+        draws = effect + sd * rng.standard_normal((4000, n))
+        low, high = (
+            stats.ttest_1samp(draws, 0, axis=1).confidence_interval(level)
+            for level in (0.975, 0.9)
+        )
+        seen = low.low > 0
+        within = (high.low > -report.MARGIN) & (high.high < report.MARGIN)
+        share = seen.mean() if effect else within.mean()
+        assert report.power_of(effect, sd, n) == pytest.approx(share, abs=0.03)
+
+
+def test_each_part_has_seeds_of_its_own_and_the_arms_of_the_design():
+    arguments = study.arguments_of(["--jobs", "1"])
+    families = study.families_of(arguments)
+    seeds: dict[str, set[int]] = {}
+    for family in families:
+        seeds.setdefault(family.part, set()).add(family.config.seed)
+    assert {part: len(of_part) for part, of_part in seeds.items()} == {
+        "pilot": 4,
+        "coupled": 36,
+    }
+    first_study = treatment.families_of(treatment.arguments_of(["--jobs", "1"]))
+    seeds["before"] = {family.config.seed for family in first_study}
+    assert sum(map(len, seeds.values())) == len(set.union(*seeds.values()))
+    of_seed = [f for f in families if f.config.seed == 200]
+    assert [(f.arm, f.speed, f.placebos) for f in of_seed] == [
+        (ALONE, 1.0, ()),
+        ("up", 1.0, ("twisted",)),
+        ("down", 1.0, ("twisted",)),
+        (ALONE, report.SPEED_OF_UP, ()),
+    ]
+    assert {f.config.learning_rate for f in families} == {0.001}
+    # Every seed has another text.
+    n_tokens = arguments.little * (max(seeds["coupled"]) + 1)
+    assert n_tokens < 5_000_000
+
+
+def test_the_design_says_what_the_code_does():
+    page = (Path(study.__file__).parent / "treatment_coupled.md").read_text()
+    defaults = {name: default for name, default, _ in study.OPTIONS}
+    assert f"The learning rate is **{defaults['learning-rate']:g}**" in page
+    assert f"λ = {defaults['weight']}, k = {defaults['k']}" in page
+    assert f"{defaults['seeds']} seeds,\n216 models" in page
+    assert f"loss alone × {report.SPEED_OF_UP}" in page
+    assert f"(90 % intervals within ±.0{report.MARGIN * 1000:.0f})" in page
+    assert f"by {100 * report.LEVEL_OF_SIGN:.1f} % t intervals" in page
+
+
+@pytest.mark.long("trains the models of a study")
+def test_the_study_runs_resumes_and_prints_what_it_found(tmp_path):
+    # Seeds begin at 100, and each has another text: the small one is too short.
+    options = [*OPTIONS.split(), "--out", str(tmp_path)]
+
+    def printed(*arguments: str) -> str:
+        with redirect_stdout(StringIO()) as said:
+            assert study.main([*arguments]) == 0
+        return said.getvalue()
+
+    output = printed(*options)
+    models, _ = study.read(tmp_path)
+    assert set(models.query("part == 'coupled'")["arm"]) == set(ARMS)
+    assert report.sentence_of(models[models["part"] == "coupled"]) in output
+    assert printed("--table", str(tmp_path)) in output
+    assert (tmp_path / "treatment_coupled.png").stat().st_size > 10_000
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "measured").glob("*.nc")}
+    assert printed(*options) == output
+    assert before == {
+        p: p.stat().st_mtime_ns for p in (tmp_path / "measured").glob("*.nc")
+    }
+
+
+def test_bad_options_are_one_line(capsys):
+    for options, message in (
+        ("--every 0", "`--every` must be at least 1"),
+        ("--parts some", "`--parts` must be of pilot"),
+        ("--k 48", "`--k` must lie in"),
+    ):
+        assert study.main(options.split()) == 2
+        assert message in capsys.readouterr().err
