@@ -48,7 +48,7 @@ from tl_coupling.files import file_name, output_folder, write_atomically
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import small_models as small
 from loss_marks import mean_loss, windows_of
-from treatment_report import MADE_OF, draw, print_report, tables_of_part
+from treatment_report import MADE_OF, MOVED, draw, print_report, tables_of_part
 
 LOSS_ALONE = "loss alone"
 LESS_IDENTITY = "less identity"
@@ -145,6 +145,7 @@ class Design:
     evaluate: int
     measure: int
     out: Path
+    n_held_out: int | None = None
 
     def text_of(self, family: Family) -> small.Corpus:
         """Return what a model learns from; little text is another one for each seed."""
@@ -152,6 +153,14 @@ class Design:
             return self.corpus
         n_pieces = self.little // small.PIECE
         return self.corpus.subset(self.little, family.config.seed * n_pieces)
+
+    def held_out_of(self, seed: int) -> Int[Tensor, "n n_ctx"]:
+        """Return the held-out windows of a seed's models: all, or so many that are drawn."""
+        if self.n_held_out is None:
+            return self.held_out
+        generator = torch.Generator().manual_seed(seed + 3_000_000)
+        drawn = torch.randperm(len(self.held_out), generator=generator)
+        return self.held_out[drawn[: self.n_held_out]]
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -263,13 +272,14 @@ def kept_run(
     config = replace(
         family.config, learning_rate=family.config.learning_rate * family.speed
     )
+    held_out = design.held_out_of(config.seed)
     digest = small.digest_of(
         asdict(config),
         arm,
         weight,
         text.digest,
         (design.k, design.every, design.evaluate, design.measure),
-        (design.held_out.tolist(), design.n_windows, design.passages.tolist()),
+        (held_out.tolist(), design.n_windows, design.passages.tolist()),
         None if lengths is None else lengths.tolist(),
         tlc.__version__,
     )
@@ -301,9 +311,10 @@ def trained(
 
     Variables: losses `[evaluated]`; what `measured` gives, `[measured]`; of each step
     that had the term `[term]` its own value, `term_value`, the length of its gradient
-    before it was scaled, `own_length`, its cosine with the loss's, `cosine`, and the
-    norm of both together, `whole_length`; and the length in each tensor as it was added,
-    `gradient_length` `[term tensor]`.
+    before it was scaled, `own_length`, its cosine with the loss's, `cosine`, and with
+    the term's gradient before, `cosine_with_last`, and the norm of both together,
+    `whole_length`; and the length in each tensor as it was added, `gradient_length`
+    `[term tensor]`.
     """
     model: Any = small.new_model(config)
     term = term_of(arm, config, design.k)
@@ -312,6 +323,7 @@ def trained(
     parameters = list(model.gpt_neox.layers.parameters())
     terms: list[dict[str, float]] = []
     added: list[Tensor] = []
+    last_added: list[Tensor] = []
 
     def add_gradients(step: int) -> None:
         # Not at steps after which something is measured.
@@ -337,6 +349,8 @@ def trained(
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad.add_(gradient)
         added.append(torch.stack([gradient.norm() for gradient in gradients]))
+        alike = cosine_of(gradients, last_added) if last_added else float("nan")
+        last_added[:] = gradients
         whole = [p.grad for p in model.parameters() if p.grad is not None]
         terms.append(
             {
@@ -344,10 +358,13 @@ def trained(
                 "own_length": float(own.norm()),
                 "cosine": dot / max(of_loss * float(added[-1].norm()), 1e-12),
                 "whole_length": norm_of(whole),
+                "cosine_with_last": alike,
             }
         )
 
     training = windows_of(text.tokens, config.n_ctx, design.n_windows)
+    held_out = design.held_out_of(config.seed)
+    at_first = [parameter.detach().clone() for parameter in parameters]
     losses: dict[int, dict[str, float]] = {}
     measurements: dict[int, dict[str, float]] = {}
     batches = small.batches(config, text.tokens)
@@ -357,14 +374,19 @@ def trained(
             model.eval()
             losses[step] = {
                 "training": mean_loss(model, training),
-                "held_out": mean_loss(model, design.held_out),
+                "held_out": mean_loss(model, held_out),
             }
             model.train()
         if is_last or step % design.measure == 0:
-            measurements[step] = measured(model, design.passages, design.k)
+            moved = [new - old for new, old in zip(parameters, at_first, strict=True)]
+            measurements[step] = measured(model, design.passages, design.k) | {
+                "weights_norm": norm_of([p.detach() for p in parameters]),
+                "weights_moved": norm_of([change.detach() for change in moved]),
+            }
     along_losses = pandas.DataFrame.from_dict(losses, "index").rename_axis("evaluated")
     along_measured = pandas.DataFrame.from_dict(measurements, "index")
-    along_terms = pandas.DataFrame(terms, columns=TERM_FACTS).rename_axis("term")
+    columns = [*TERM_FACTS, "cosine_with_last"]
+    along_terms = pandas.DataFrame(terms, columns=columns).rename_axis("term")
     tensors = torch.stack(added) if added else torch.empty(0, len(parameters))
     return xarray.merge(
         [
@@ -379,6 +401,12 @@ def trained(
 def norm_of(gradients: Sequence[Tensor]) -> float:
     """Return the norm of all gradients together."""
     return float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+
+def cosine_of(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Return the cosine of two gradients, each of all tensors together."""
+    dot = sum(float((a * b).sum()) for a, b in zip(gradients, others, strict=True))
+    return dot / max(norm_of(gradients) * norm_of(others), 1e-12)
 
 
 def penalised_windows(
@@ -503,9 +531,11 @@ def table_of(runs: Sequence[xarray.Dataset]) -> pandas.DataFrame:
     tables = []
     for run in runs:
         losses = run[["loss_training", "loss_held_out"]].to_dataframe()
-        along = run[MADE_OF].to_dataframe()[MADE_OF].rename_axis("evaluated")
+        made_of = [name for name in (*MADE_OF, *MOVED) if name in run]
+        along = run[made_of].to_dataframe()[made_of].rename_axis("evaluated")
         table = losses.join(along).reset_index().rename(columns={"evaluated": "step"})
-        terms = run[TERM_FACTS].reset_coords(drop=True).to_dataframe()
+        facts = [name for name in (*TERM_FACTS, "cosine_with_last") if name in run]
+        terms = run[facts].reset_coords(drop=True).to_dataframe()
         # `learn` clips at 1.
         terms["share_clipped"] = (terms["whole_length"] > 1).astype(float)
         terms["added_length"] = np.linalg.norm(run["gradient_length"], axis=1)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas
+from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy import stats
@@ -22,32 +23,44 @@ from treatment_report import (
 
 # All of this was decided before the models of the part `coupled` were trained: see
 # treatment_coupled.md.
+SEEDS = range(200, 236)
 # Of the learning rate: with it loss alone is as slow as *up*, by the pilot.
 SPEED_OF_UP = 0.96
 AS_SLOW = f"{ALONE} × {SPEED_OF_UP:g}"
+# The pilot without its slow arms, which set another band.
+AS_FAST = "pilot-as-fast"
 # Of each treatment, what it must differ from: the same Jacobians and lengths without
 # common axes; the loss alone at its speed. *Down* has the speed of the loss alone.
 COMPARED_WITH = {"up": ("twisted up", AS_SLOW), "down": ("twisted down", ALONE)}
-PRIMARY = [(arm, other) for arm, others in COMPARED_WITH.items() for other in others]
-OTHERS = [
+ARMS = {*COMPARED_WITH, *[other for pair in COMPARED_WITH.values() for other in pair]}
+PRIMARY = [
+    f"{arm} − {other}" for arm, others in COMPARED_WITH.items() for other in others
+]
+CONTRASTS = [
+    *[(arm, other) for arm, others in COMPARED_WITH.items() for other in others],
     ("up", ALONE),
     ("down", AS_SLOW),
     ("twisted up", ALONE),
     ("twisted down", ALONE),
     *[(f"{ALONE} × {speed:g}", ALONE) for speed in (0.8, 0.9, SPEED_OF_UP)],
 ]
-# The smallest effect of interest, in nats.
-MARGIN = 0.015
+# The smallest effects of interest, in nats.
+MARGINS = (0.0075, 0.015)
 # Two treatments are looked at, each by intervals of 1 − .05 / 2.
 LEVEL_OF_SIGN = 0.975
 # Two one-sided tests at .05.
 LEVEL_OF_MARGIN = 0.90
-# In the band, beyond the twisted twin: less is no dose.
+# In the band, beyond the twin and beyond the loss alone at its speed: less is no dose.
 DOSES = {"up": 0.2, "down": -0.1}
+# Nats of the outcome per step that a model is behind: the pilot's loss alone at 0.8.
+SLOPE = -4.3e-5
+# What the term does to the outcome whatever the axes, by the pilot's twins.
+OF_TERM = -0.008
 COUPLING = "coupling in the band"
 # Of the same kind of differences in the first study.
-SDS_BEFORE = {"the first study's least": 0.024, "the first study's largest": 0.0285}
+SDS_BEFORE = {"the first study's largest": 0.0285}
 SHOWN = [OUTCOME, STEP, COUPLING, "held-out loss at the end", "lowest held-out loss"]
+N_STUDIES = 20_000
 
 
 def differences_of(models: pandas.DataFrame, outcome: str) -> pandas.DataFrame:
@@ -58,7 +71,7 @@ def differences_of(models: pandas.DataFrame, outcome: str) -> pandas.DataFrame:
     wide = models.pivot(index="seed", columns="arm", values=outcome)
     rows = {
         f"{arm} − {other}": described((wide[arm] - wide[other]).to_numpy())
-        for arm, other in [*PRIMARY, *OTHERS]
+        for arm, other in CONTRASTS
         if {arm, other} <= set(wide.columns)
     }
     return pandas.DataFrame.from_dict(rows, "index").rename_axis("contrast")
@@ -84,89 +97,157 @@ def described(difference: np.ndarray) -> dict[str, float]:
     return row | {"p": float((by_sign >= abs(mean) * (1 - 1e-12)).mean())}
 
 
-def effect_of(rows: pandas.DataFrame, arm: str) -> str:
-    """Return what a treatment does to the outcome: it "lowers" or "raises" it where both
-    of its contrasts do, else "within" the margin where both are, else "not decided".
+def directions(
+    means: Float[np.ndarray, "*studies 4"],
+    errors: Float[np.ndarray, "*studies 4"],
+    n: int,
+) -> Int[np.ndarray, "*studies 2"]:
+    """Return the sign of what *up* and *down* do to the outcome: −1 (1) where both of
+    their contrasts are below (above) 0; 0 elsewhere. Contrasts are those of `PRIMARY`.
     """
-    own = rows.loc[[f"{arm} − {other}" for other in COMPARED_WITH[arm]]]
-    if (own["high"] < 0).all():
-        return "lowers"
-    if (own["low"] > 0).all():
-        return "raises"
-    return "within" if within_margin(own) else "not decided"
+    width = errors * stats.t.ppf((1 + LEVEL_OF_SIGN) / 2, n - 1)
+    below, above = means + width < 0, means - width > 0
+    return np.stack(
+        [
+            above[..., own].all(-1).astype(int) - below[..., own].all(-1).astype(int)
+            for own in ([0, 1], [2, 3])
+        ],
+        -1,
+    )
 
 
-def within_margin(rows: pandas.DataFrame) -> bool:
-    """Return whether all contrasts lie within the margin, by two one-sided tests."""
-    return bool((rows["low 90"] > -MARGIN).all() and (rows["high 90"] < MARGIN).all())
+def bound_of(
+    means: Float[np.ndarray, "*studies 4"],
+    errors: Float[np.ndarray, "*studies 4"],
+    n: int,
+) -> Float[np.ndarray, "*studies"]:
+    """Return the smallest bound within which all four contrasts are, by two one-sided
+    tests each.
+    """
+    width = errors * stats.t.ppf((1 + LEVEL_OF_MARGIN) / 2, n - 1)
+    return (np.abs(means) + width).max(-1)
+
+
+VERDICTS = {
+    (-1, 1): "promotes",
+    (1, -1): "hinders",
+    (-1, -1): "the same way",
+    (1, 1): "the same way",
+}
+
+
+def verdict_of(signs: tuple[int, int], bound: float) -> str:
+    """Return "promotes", "hinders", "the same way", "within" a margin, or "not decided"."""
+    otherwise = "within" if bound < max(MARGINS) else "not decided"
+    return VERDICTS.get(signs, otherwise)
 
 
 def sentence_of(models: pandas.DataFrame) -> str:
-    """Return the sentence that the models of the part `coupled` earn."""
-    doses = differences_of(models, COUPLING)
-    if not doses.loc["up − twisted up", "low"] > DOSES["up"]:
-        return "The treatment failed: coupling was not raised by .2 over its twin."
-    if not doses.loc["down − twisted down", "high"] < DOSES["down"]:
-        return "The treatment failed: coupling was not lowered by .1 below its twin."
-    rows = differences_of(models, OUTCOME)
-    effects = {arm: effect_of(rows, arm) for arm in COMPARED_WITH}
-    primary = rows.loc[[f"{arm} − {other}" for arm, other in PRIMARY]]
-    said = f"(raised: {effects['up']}; lowered: {effects['down']})"
-    small = f", by less than {MARGIN:g} nats" if within_margin(primary) else ""
-    verb = {
-        ("lowers", "raises"): "promotes",
-        ("raises", "lowers"): "hinders",
-    }.get((effects["up"], effects["down"]))
-    if verb:
-        return f"In these models coupling {verb} generalization{small} {said}."
-    if small:
-        return (
-            f"What coupling does to the held-out loss is within ±{MARGIN:g} nats in these "
-            f"models {said}."
-        )
-    return f"Whether coupling promotes generalization is not decided {said}."
-
-
-def power_of(effect: float, sd: float, n: int) -> float:
-    """Return how often one contrast of a true `effect` is seen with its sign; for an
-    effect of 0, how often it is found within the margin. Differences are normal.
+    """Return the sentence that the models of the part `coupled` earn, with the four
+    contrasts that it is made from.
     """
-    error = sd / np.sqrt(n)
-    if effect:
-        beyond = stats.t.ppf((1 + LEVEL_OF_SIGN) / 2, n - 1)
-        return float(stats.nct.sf(beyond, n - 1, abs(effect) / error))
-    return float(
-        np.mean(
-            [
-                abs(mean) + error * scale * stats.t.ppf(0.95, n - 1) < MARGIN
-                for mean, scale in _drawn(error, n)
-            ]
-        )
+    known = set(zip(models["seed"], models["arm"], strict=True))
+    wanted = {(seed, arm) for seed in SEEDS for arm in ARMS}
+    if known != wanted:
+        n = len(known & wanted)
+        return f"No sentence: {n} of the {len(wanted)} models that were decided on."
+    doses = differences_of(models, COUPLING).loc[PRIMARY]
+    if not doses.loc[PRIMARY[:2], "low"].min() > DOSES["up"]:
+        return "The treatment failed: coupling was not raised by .2."
+    if not doses.loc[PRIMARY[2:], "high"].max() < DOSES["down"]:
+        return "The treatment failed: coupling was not lowered by .1."
+    rows = differences_of(models, OUTCOME).loc[PRIMARY]
+    steps = differences_of(models, STEP).loc[PRIMARY, "mean"]
+    n = len(SEEDS)
+    means = rows["mean"].to_numpy()
+    errors = (rows["sd"] / np.sqrt(n)).to_numpy()
+    verdicts = []
+    # As they are, and less what the steps between the arms explain.
+    for shifted in (means, means - SLOPE * steps.to_numpy()):
+        signs = tuple(directions(shifted, errors, n).tolist())
+        bound = float(bound_of(shifted, errors, n))
+        verdicts.append(verdict_of(signs, bound))
+    details = ", ".join(
+        f"{name} {row['mean']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}] at "
+        f"{steps[name]:+.0f} steps"
+        for name, row in rows.iterrows()
     )
+    bound = float(bound_of(means, errors, n))
+    margin = next((f"{m:g}" for m in MARGINS if bound < m), "none of the margins")
+    details += f"; all four are within ±{bound:.4f} (margin: {margin})."
+    if verdicts[0] != verdicts[1]:
+        return (
+            "Whether coupling promotes generalization is not decided: as measured "
+            f"{verdicts[0]}, less what speed explains {verdicts[1]}. {details}"
+        )
+    said = {
+        "promotes": "Changed by this term, coupling promotes generalization here.",
+        "hinders": "Changed by this term, coupling hinders generalization here.",
+        "the same way": (
+            "Raising and lowering coupling by this term move the held-out loss the same "
+            "way: what does it is not the level of coupling."
+        ),
+        "within": (
+            "Raising and lowering coupling by this term changes the held-out loss by "
+            f"less than {margin} nats here."
+        ),
+        "not decided": "Whether coupling promotes generalization is not decided.",
+    }
+    return f"{said[verdicts[0]]} {details}"
 
 
-def _drawn(error: float, n: int) -> np.ndarray:
-    """Return 20,000 means and relative standard errors of studies without an effect."""
+def power_of(
+    effect: float, sd: float, n: int, of_term: float = OF_TERM
+) -> dict[str, float]:
+    """Return how often studies have each verdict, where coupling lowers the outcome by
+    `effect` when raised and raises it when lowered, and the term itself adds `of_term`.
+
+    Arms have independent normal deviations, whose differences have the deviation `sd`;
+    20,000 studies of n seeds.
+    """
     rng = np.random.default_rng(0)
-    scales = np.sqrt(rng.chisquare(n - 1, 20_000) / (n - 1))
-    return np.stack([error * rng.standard_normal(20_000), scales], 1)
+    true = {"up": of_term - effect, "down": of_term + effect}
+    true |= {"twisted up": of_term, "twisted down": of_term, AS_SLOW: 0.0, ALONE: 0.0}
+    order = list(true)
+    pairs = [(order.index(arm), order.index(other)) for arm, other in CONTRASTS[:4]]
+    contrast = np.zeros((4, len(order)))
+    for row, (arm, other) in zip(contrast, pairs, strict=True):
+        row[arm], row[other] = 1, -1
+    # Of the mean over seeds; the four contrasts' deviations are drawn with one another.
+    covariance = contrast @ contrast.T * sd**2 / 2
+    centre = contrast @ np.array([true[arm] for arm in order])
+    means = rng.multivariate_normal(centre, covariance / n, N_STUDIES)
+    scatter = stats.wishart(n - 1, covariance, seed=rng).rvs(N_STUDIES)
+    variances = scatter.diagonal(axis1=1, axis2=2) / (n - 1)
+    errors = np.sqrt(variances / n)
+    signs = directions(means, errors, n)
+    bounds = bound_of(means, errors, n)
+    verdicts = [
+        verdict_of((int(up), int(down)), bound)
+        for (up, down), bound in zip(signs, bounds, strict=True)
+    ]
+    return pandas.Series(verdicts).value_counts(normalize=True).to_dict()
 
 
-def print_power(n: int, sds: Mapping[str, float]) -> None:
-    """Print what a study of n seeds sees, by the deviation of its differences."""
+def print_power(sds: Mapping[str, float]) -> None:
+    """Print how often each sentence is earned, by the deviation of differences and what
+    coupling does.
+    """
+    n = len(SEEDS)
     print(
-        f"\nPower with {n} seeds: of one contrast, and of all four if they were independent"
+        f"\nPower with {n} seeds: shares of studies with each verdict. Raised coupling "
+        f"lowers the loss by so much, lowered coupling raises it; the term adds {OF_TERM}"
     )
-    for name, sd in sds.items():
-        seen, small = power_of(MARGIN, sd, n), power_of(0.0, sd, n)
-        print(
-            f"  sd {sd:.4f} ({name}): an effect of {MARGIN:g} is seen in {seen:.2f}, all "
-            f"four in {seen**4:.2f}; none is found within ±{MARGIN:g} in {small:.2f}, all "
-            f"four in {small**4:.2f}"
-        )
+    rows = {
+        f"{effect:+.4f}, sd {sd:.4f} ({name})": power_of(effect, sd, n)
+        for name, sd in sds.items()
+        for effect in (0.0, 0.0075, 0.015, -0.0075, -0.015)
+    }
+    table = pandas.DataFrame.from_dict(rows, "index").fillna(0.0)
+    print(table.to_string(float_format="{:.2f}".format))
 
 
-def print_report(models: pandas.DataFrame, n_seeds: int = 36) -> None:
+def print_report(models: pandas.DataFrame) -> None:
     """Print means, contrasts, what the pilot says of power, and the sentence."""
     print("Means over seeds")
     for key, rows in means_of(models).groupby(CELL, sort=False):
@@ -184,12 +265,12 @@ def print_report(models: pandas.DataFrame, n_seeds: int = 36) -> None:
             print(f"  {outcome}")
             differences = differences_of(rows, outcome)
             print(differences.to_string(float_format="{:.4f}".format))
-    for part, rows in models.groupby("part", sort=False):
-        if part == "pilot":
-            largest = float(differences_of(rows, OUTCOME)["sd"].max())
-            print_power(n_seeds, {"the pilot's largest": largest} | SDS_BEFORE)
-        else:
-            print("\n" + sentence_of(rows))
+    parts = dict(list(models.groupby("part", sort=False)))
+    if AS_FAST in parts:
+        largest = float(differences_of(parts[AS_FAST], OUTCOME)["sd"].max())
+        print_power({"the pilot's largest": largest} | SDS_BEFORE)
+    if "coupled" in parts:
+        print("\n" + sentence_of(parts["coupled"]))
 
 
 def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
@@ -201,24 +282,25 @@ def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
     draw_coupling(above, curves[curves["part"] == part], 8)
     above.set_ylabel("mean coupling, k = 8", fontsize="small")
     rows = differences_of(of_part, OUTCOME)
-    primary = [f"{arm} − {other}" for arm, other in PRIMARY]
-    primary = [name for name in primary if name in rows.index]
-    rows = rows.loc[primary]
+    rows = rows.loc[[name for name in PRIMARY if name in rows.index]]
     places = np.arange(len(rows))
-    margin = f"±{MARGIN:g}, the smallest effect of interest"
-    below.axvspan(-MARGIN, MARGIN, label=margin, **labels.NULL_BAND)
-    below.errorbar(
-        rows["mean"],
-        places,
-        xerr=rows["high"] - rows["mean"],
-        color=labels.BLUE,
-        marker=labels.MARKERS[labels.BLUE],
-        markersize=4,
-        linestyle="",
-        label="97.5 % t interval",
-    )
+    for margin in MARGINS:
+        label = f"±{margin:g}" if margin == max(MARGINS) else None
+        below.axvspan(-margin, margin, label=label, **labels.NULL_BAND)
+    for mark, level, width in (("", LEVEL_OF_SIGN, 1), (" 90", LEVEL_OF_MARGIN, 3)):
+        below.errorbar(
+            rows["mean"],
+            places,
+            xerr=rows[f"high{mark}"] - rows["mean"],
+            color=labels.BLUE,
+            marker=labels.MARKERS[labels.BLUE],
+            markersize=4,
+            linestyle="",
+            elinewidth=width,
+            label=f"{100 * level:g} % t interval",
+        )
     below.axvline(0, **labels.NULL_LINE)
-    below.set_yticks(places, primary)
+    below.set_yticks(places, list(rows.index))
     below.set_ylim(len(rows) - 0.5, -0.5)
     below.set_xlabel("difference in held-out loss, nats", fontsize="small")
     below.tick_params(labelsize="small")

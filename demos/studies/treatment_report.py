@@ -55,6 +55,8 @@ MADE_OF = [
     "size_of_J",
     "line_shape_score",
 ]
+# How far the blocks' weights went, where that was kept.
+MOVED = ["weights_norm", "weights_moved"]
 LOOKS = {
     ALONE: (labels.BLACK, "-"),
     "up": (labels.BLUE, "-"),
@@ -81,7 +83,13 @@ def tables_of_part(table: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
 
 
 def models_of(table: pandas.DataFrame) -> pandas.DataFrame:
-    """Return one row per model: its outcomes, and what it is made of at the end."""
+    """Return one row per model: its outcomes, and what it is made of at the end.
+
+    Raises:
+        ValueError: a loss is not finite.
+    """
+    if not np.isfinite(table[["loss_training", "loss_held_out"]]).all(axis=None):
+        raise ValueError("wanted finite losses, and a model's is not: it diverged")
     rows = []
     for key, of_seed in table.groupby([*CELL, "seed"], sort=False):
         runs = {arm: run.sort_values("step") for arm, run in of_seed.groupby("arm")}
@@ -110,6 +118,8 @@ def outcomes_of(run: pandas.DataFrame, band: np.ndarray) -> dict[str, float]:
         "cosine",
         "share_clipped",
     ]
+    later = [*MOVED, "cosine_with_last"]
+    facts += [name for name in later if name in last]
     return in_band | {
         "held-out loss at the end": last["loss_held_out"],
         "lowest held-out loss": run["loss_held_out"].min(),
