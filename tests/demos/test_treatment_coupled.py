@@ -15,7 +15,7 @@ from scipy import stats
 import treatment
 import treatment_coupled as study
 import treatment_coupled_report as report
-from treatment_report import ALONE, CELL, STEP
+from treatment_report import ALONE, CELL, STEP, models_of
 
 OPTIONS = (
     "--seeds 2 --pilot-seeds 2 --little 512 --width 16 --n-layers 2 --steps 24 "
@@ -27,15 +27,13 @@ ARMS = [*COUPLING, ALONE, report.AS_SLOW]
 SLOWER = {report.AS_SLOW, "up", "twisted up"}
 
 
-def planted(
-    effects: Mapping[str, float], noise: float = 0.01, n_seeds: int = 36
-) -> pandas.DataFrame:
+def planted(effects: Mapping[str, float], noise: float = 0.005) -> pandas.DataFrame:
     """Models of the part `coupled` whose outcome is 3 nats, but for the effect of their
     arm and noise.
     """
     rng = np.random.default_rng(1)
     rows = []
-    for seed in range(n_seeds):
+    for seed in report.SEEDS:
         of_seed = 0.1 * rng.standard_normal()
         for arm in ARMS:
             loss = 3 + of_seed + effects.get(arm, 0.0) + noise * rng.standard_normal()
@@ -48,53 +46,83 @@ def planted(
     return pandas.DataFrame(rows)
 
 
+SAID = {
+    "promotes": "promotes generalization here",
+    "hinders": "hinders generalization here",
+    "within": "changes the held-out loss by less",
+    "not decided": "generalization is not decided",
+}
+TERMS = ("up", "down", "twisted up", "twisted down")
+
+
 @pytest.mark.parametrize(
     ("effects", "expected"),
     [
-        ({"up": -0.03, "down": 0.03}, "coupling promotes generalization (raised"),
-        ({"up": 0.03, "down": -0.03}, "coupling hinders generalization (raised"),
-        ({"up": -0.008, "down": 0.008}, "promotes generalization, by less than 0.015"),
-        ({}, "is within ±0.015 nats in these models (raised: within"),
-        # One direction alone, or both the same way, is not decided.
-        ({"up": -0.03}, "not decided (raised: lowers; lowered: within)"),
-        ({"up": -0.03, "down": -0.03}, "not decided (raised: lowers; lowered: lowers)"),
+        ({"up": -0.03, "down": 0.03}, "coupling promotes generalization here"),
+        ({"up": 0.03, "down": -0.03}, "coupling hinders generalization here"),
+        ({"up": -0.03, "down": -0.03}, "is not the level of coupling"),
+        ({"up": 0.03, "down": 0.03}, "is not the level of coupling"),
+        ({}, "changes the held-out loss by less than 0.0075 nats"),
+        (dict.fromkeys(TERMS, -0.01), "by less than 0.015 nats"),
+        # One direction alone is not decided.
+        ({"up": -0.03}, "is not decided."),
         # What any term does: treated models and twins alike.
-        (
-            dict.fromkeys(("up", "down", "twisted up", "twisted down"), 0.03),
-            "not decided (raised: not decided; lowered: not decided)",
-        ),
+        (dict.fromkeys(TERMS, 0.03), "is not decided."),
+        (dict.fromkeys(TERMS, -0.03), "is not decided."),
         # A twin alone, and the speed alone.
-        ({"twisted up": 0.03, "twisted down": -0.03}, "not decided"),
-        ({report.AS_SLOW: 0.03}, "not decided"),
+        ({"twisted up": 0.03, "twisted down": -0.03}, "is not decided."),
+        ({report.AS_SLOW: 0.03}, "is not decided."),
     ],
 )
 def test_each_planted_outcome_earns_its_sentence(effects, expected):
-    assert expected in report.sentence_of(planted(effects))
+    sentence = report.sentence_of(planted(effects))
+    assert expected in sentence
+    assert all(name in sentence for name in report.PRIMARY)
 
 
-def test_nothing_is_said_without_a_dose_or_under_noise():
+def test_what_speed_explains_is_not_claimed():
+    """Arms that are 1,000 steps apart, and as much lower as the slope says."""
+    effects = {"up": -0.043, "down": 0.043}
+    models = planted(effects)
+    models.loc[models["arm"] == "up", STEP] += 1000
+    models.loc[models["arm"] == "down", STEP] -= 1000
+    sentence = report.sentence_of(models)
+    assert "as measured promotes, less what speed explains within" in sentence
+
+
+def test_nothing_is_said_without_a_dose_under_noise_or_of_fewer_models():
+    effects = {"up": -0.03, "down": 0.03}
     for arm, coupling, expected in (
-        ("up", 0.3, "not raised by .2"),
+        ("up", 0.45, "not raised by .2"),
         ("down", 0.3, "not lowered by .1"),
     ):
-        models = planted({"up": -0.03, "down": 0.03})
+        models = planted(effects)
         models.loc[models["arm"] == arm, report.COUPLING] = coupling
         assert expected in report.sentence_of(models)
     assert "not decided" in report.sentence_of(planted({}, noise=0.1))
+    models = planted(effects)
+    assert "No sentence: 215 of the 216" in report.sentence_of(models.iloc[1:])
+    one_seed_less = models[models["seed"] > min(report.SEEDS)]
+    assert "No sentence: 210 of the 216" in report.sentence_of(one_seed_less)
 
 
 def test_a_model_that_is_missing_or_not_finite_is_an_error():
     models = planted({})
-    models.loc[3, report.OUTCOME] = np.nan
-    with pytest.raises(ValueError, match="finite"):
-        report.sentence_of(models)
+    for lost in (models["arm"] == "up", models["seed"] == 207):
+        broken = models.copy()
+        broken.loc[lost, report.OUTCOME] = np.nan
+        with pytest.raises(ValueError, match="finite"):
+            report.sentence_of(broken)
+    table = pandas.DataFrame({"loss_training": [2.0, np.nan], "loss_held_out": 3.0})
+    with pytest.raises(ValueError, match="diverged"):
+        models_of(table)
 
 
 def test_intervals_are_paired_and_by_scipy():
     models = planted({"up": 0.01})
     wide = models.pivot_table(index="seed", columns="arm", values=report.OUTCOME)
     rows = report.differences_of(models, report.OUTCOME)
-    for arm, other in report.PRIMARY:
+    for arm, other in report.CONTRASTS[:4]:
         test = stats.ttest_rel(wide[arm], wide[other])
         row = rows.loc[f"{arm} − {other}"]
         both = test.confidence_interval(0.975)
@@ -105,19 +133,26 @@ def test_intervals_are_paired_and_by_scipy():
         assert row["p"] == pytest.approx(test.pvalue, abs=0.03)
 
 
-def test_power_is_what_planted_studies_show():
-    rng = np.random.default_rng(2)
-    n, sd = 12, 0.02
-    for effect in (report.MARGIN, 0.0):
-        draws = effect + sd * rng.standard_normal((4000, n))
-        low, high = (
-            stats.ttest_1samp(draws, 0, axis=1).confidence_interval(level)
-            for level in (0.975, 0.9)
-        )
-        seen = low.low > 0
-        within = (high.low > -report.MARGIN) & (high.high < report.MARGIN)
-        share = seen.mean() if effect else within.mean()
-        assert report.power_of(effect, sd, n) == pytest.approx(share, abs=0.03)
+@pytest.mark.parametrize("effect", [0.0, 0.0075, -0.015])
+def test_power_is_what_planted_studies_show(effect):
+    """150 studies, whole: an arm's deviation is that of a difference by the root of 2."""
+    sd = 0.02
+    effects = dict.fromkeys(TERMS, -0.008)
+    effects["up"] -= effect
+    effects["down"] += effect
+    rng = np.random.default_rng(3)
+    models = planted({}, noise=0)
+    models[STEP] = 500.0
+    verdicts = []
+    for _ in range(150):
+        noise = rng.standard_normal(len(models)) * sd / 2**0.5
+        models[report.OUTCOME] = 3 + models["arm"].map(effects).fillna(0) + noise
+        sentence = report.sentence_of(models)
+        verdicts.append(next((w for w in SAID if SAID[w] in sentence), "other"))
+    shares = report.power_of(effect, sd, 36)
+    for verdict in SAID:
+        share = verdicts.count(verdict) / 150
+        assert shares.get(verdict, 0.0) == pytest.approx(share, abs=0.1)
 
 
 def test_each_part_has_seeds_of_its_own_and_the_arms_of_the_design():
@@ -151,10 +186,14 @@ def test_the_design_says_what_the_code_does():
     defaults = {name: default for name, default, _ in study.OPTIONS}
     assert f"The learning rate is **{defaults['learning-rate']:g}**" in page
     assert f"λ = {defaults['weight']}, k = {defaults['k']}" in page
-    assert f"{defaults['seeds']} seeds,\n216 models" in page
+    assert f"{defaults['seeds']} seeds (200 to 235), 216 models" in page
     assert f"loss alone × {report.SPEED_OF_UP}" in page
-    assert f"(90 % intervals within ±.0{report.MARGIN * 1000:.0f})" in page
+    small, large = report.MARGINS
+    assert f"of two margins that it meets: {small:.4f} and {large:.3f}".replace(
+        "0.0", ".0"
+    ) in " ".join(page.split())
     assert f"by {100 * report.LEVEL_OF_SIGN:.1f} % t intervals" in page
+    assert f"−.0{-1e6 * report.SLOPE:.0f} nats per 1,000 steps" in page
 
 
 @pytest.mark.long("trains the models of a study")
@@ -170,7 +209,8 @@ def test_the_study_runs_resumes_and_prints_what_it_found(tmp_path):
     output = printed(*options)
     models, _ = study.read(tmp_path)
     assert set(models.query("part == 'coupled'")["arm"]) == set(ARMS)
-    assert report.sentence_of(models[models["part"] == "coupled"]) in output
+    assert "No sentence: 0 of the 216 models" not in output
+    assert "No sentence: 12 of the 216 models" in output
     assert printed("--table", str(tmp_path)) in output
     assert (tmp_path / "treatment_coupled.png").stat().st_size > 10_000
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "measured").glob("*.nc")}
