@@ -160,7 +160,8 @@ def read(folder: Path) -> tuple[pandas.DataFrame, pandas.DataFrame]:
 
 def print_tables(folder: Path) -> None:
     """Print the report of what is in a folder."""
-    print_report(read(folder)[0])
+    seeds = treatment.read_tables(folder, "seeds", WRITTEN)
+    print_report(read(folder)[0], seeds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,12 @@ from tl_coupling.pictures import labels
 from treatment_report import (
     ALONE,
     CELL,
+    N_IN_BAND,
     OUTCOME,
     STEP,
+    at_steps,
     changes_of_sign,
+    crossing,
     draw_coupling,
     means_of,
     title_of,
@@ -61,6 +64,8 @@ COUPLING = "coupling in the band"
 SDS_BEFORE = {"the first study's largest": 0.0285}
 SHOWN = [OUTCOME, STEP, COUPLING, "held-out loss at the end", "lowest held-out loss"]
 N_STUDIES = 20_000
+# Of the band, to see whether the outcome depends on where in it one looks.
+THIRDS = ((0.02, 0.08), (0.08, 0.14), (0.14, 0.2))
 
 
 def differences_of(models: pandas.DataFrame, outcome: str) -> pandas.DataFrame:
@@ -95,6 +100,28 @@ def described(difference: np.ndarray) -> dict[str, float]:
         row |= {f"low{mark}": mean - width, f"high{mark}": mean + width}
     # Rounding must not leave out the signs as they are.
     return row | {"p": float((by_sign >= abs(mean) * (1 - 1e-12)).mean())}
+
+
+def differences_in(
+    seeds: pandas.DataFrame, band: tuple[float, float]
+) -> pandas.DataFrame:
+    """Return the primary contrasts of the outcome in another band; see `models_of`.
+
+    `seeds` has losses by seed, arm and step.
+    """
+    rows = []
+    for seed, of_seed in seeds.groupby("seed"):
+        runs = {arm: run.sort_values("step") for arm, run in of_seed.groupby("arm")}
+        worst = max(run["loss_training"].iloc[-1] for run in runs.values())
+        for arm, run in runs.items():
+            steps = [
+                crossing(run["step"], run["loss_training"], mark)
+                for mark in worst + np.linspace(*band, N_IN_BAND)
+            ]
+            loss = at_steps(run, "loss_held_out", steps)
+            rows.append({"seed": seed, "arm": arm, OUTCOME: loss})
+    differences = differences_of(pandas.DataFrame(rows), OUTCOME)
+    return differences.loc[[name for name in PRIMARY if name in differences.index]]
 
 
 def directions(
@@ -247,8 +274,11 @@ def print_power(sds: Mapping[str, float]) -> None:
     print(table.to_string(float_format="{:.2f}".format))
 
 
-def print_report(models: pandas.DataFrame) -> None:
-    """Print means, contrasts, what the pilot says of power, and the sentence."""
+def print_report(models: pandas.DataFrame, seeds: pandas.DataFrame) -> None:
+    """Print means, contrasts, what the pilot says of power, and the sentence.
+
+    `models` has outcomes by seed and arm, `seeds` losses by seed, arm and step.
+    """
     print("Means over seeds")
     for key, rows in means_of(models).groupby(CELL, sort=False):
         print("\n" + title_of(key))
@@ -266,6 +296,13 @@ def print_report(models: pandas.DataFrame) -> None:
             differences = differences_of(rows, outcome)
             print(differences.to_string(float_format="{:.4f}".format))
     parts = dict(list(models.groupby("part", sort=False)))
+    for part, of_part in seeds.groupby("part", sort=False):
+        if part != "pilot":
+            for band in THIRDS:
+                low, high = band
+                print(f"\n{part}: {OUTCOME} from m + {low:g} to m + {high:g} alone")
+                differences = differences_in(of_part, band)
+                print(differences.to_string(float_format="{:.4f}".format))
     if AS_FAST in parts:
         largest = float(differences_of(parts[AS_FAST], OUTCOME)["sd"].max())
         print_power({"the pilot's largest": largest} | SDS_BEFORE)

@@ -155,6 +155,29 @@ def test_power_is_what_planted_studies_show(effect):
         assert shares.get(verdict, 0.0) == pytest.approx(share, abs=0.1)
 
 
+def test_a_part_of_the_band_is_the_outcome_there():
+    """Planted: training loss falls by .01 a step; above it the held-out loss is 1, and
+    for *up* .1 more below m + .08.
+    """
+    steps = np.arange(0, 101, 5)
+    rows = []
+    for seed in range(3):
+        for arm in ARMS:
+            training = 4 + 0.1 * seed - 0.01 * steps
+            is_low = training - training[-1] < 0.081
+            held_out = training + 1 + 0.1 * (is_low & (arm == "up"))
+            columns = {"step": steps, "loss_training": training}
+            columns |= {"loss_held_out": held_out, "seed": seed, "arm": arm}
+            rows.append(pandas.DataFrame(columns))
+    seeds = pandas.concat(rows)
+    low, _, high = (
+        report.differences_in(seeds, band)["mean"] for band in report.THIRDS
+    )
+    assert high.to_numpy() == pytest.approx(0, abs=1e-9)
+    assert low["up − twisted up"] > 0.05
+    assert low["down − twisted down"] == pytest.approx(0, abs=1e-9)
+
+
 def test_each_part_has_seeds_of_its_own_and_the_arms_of_the_design():
     arguments = study.arguments_of(["--jobs", "1"])
     families = study.families_of(arguments)
