@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 PerPair = Float[Tensor, "n_rows n_cols"]
 # Measures that are saved and tabulated for every pair at every k.
 _TABULATED = ("coupling", "normalized_miscoupling", "null")
-# The numbers of singular vectors that a short table shows, beside the largest.
-_SHOWN_KS = (1, 10)
+# The number of singular vectors that a short table shows, beside the largest.
+_SHOWN_K = 10
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
 
@@ -708,7 +708,8 @@ class CouplingMap(Saved):
         """Return the mean coupling at some k, beside the null and its p.
 
         Args:
-            ks: numbers of singular vectors; by default 1, 10 and all that the map holds.
+            ks: numbers of singular vectors; by default 10 and all that the map holds.
+                1 says nothing, and is shown only if it is given.
             off_diagonal: leaves out the pairs of a connection with itself.
             null_intervals: what `null_interval` gave, by k, for the caption; those of
                 `chances` by default.
@@ -728,7 +729,7 @@ class CouplingMap(Saved):
             p of so large a mean: 0.69 (k = 2); random subspaces, one-sided
         """
         if ks is None:
-            ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
+            ks = sorted({min(_SHOWN_K, self.k), self.k})
         # A map of one connection has its own pair only.
         has_other_pairs = not bool(self.own_pairs().all())
         off_diagonal = off_diagonal and has_other_pairs
@@ -751,6 +752,10 @@ class CouplingMap(Saved):
             f"{self._pairs_in_words(off_diagonal)}"
         )
         lines = [self._size_in_words()]
+        if 1 in ks:
+            lines.append(
+                "k = 1 says nothing: a 1 × 1 matrix is diagonal, coupling is 1"
+            )
         intervals = null_intervals or {k: chances[k].interval for k in chances}
         if intervals:
             texts = [
