@@ -589,7 +589,14 @@ class CouplingMap(Saved):
         """Return the mean of a measure over pairs of layers `|l − l'|` apart.
 
         For distances 0, 1, … to the largest; NaN where no pair of the chosen layers is
-        that far apart.
+        that far apart. Of all L layers, 2 (L − d) pairs are d > 0 apart; at distance 0
+        each layer is compared with itself.
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> by_hand = (result.coupling()[0, 1] + result.coupling()[1, 0]) / 2
+            >>> torch.allclose(result.locality_profile()[1], by_hand)
+            True
         """
         values = self.values(k, measure, **options)
         distances = self._distances().to(values.device)
@@ -673,7 +680,8 @@ class CouplingMap(Saved):
         """Return a tidy table: one row for each k and pair.
 
         Columns are `k`, `row_layer`, `row_position`, `col_layer`, `col_position`,
-        `coupling`, `normalized_miscoupling`, `null`, and `model` and `prompt`.
+        `coupling`, `normalized_miscoupling`, `null`, and `model` and `prompt`. A map of
+        tokens has their texts as well, `row_token` and `col_token`.
 
         Args:
             ks: numbers of singular vectors; all that the map holds by default.
@@ -692,6 +700,12 @@ class CouplingMap(Saved):
         columns = [*_TABULATED, *names]
         table = data.reset_coords()[columns].to_dataframe().reset_index()
         table = table[["k", *names, *_TABULATED]]
+        str_tokens = self.provenance.get("str_tokens")
+        # One token has one text, which a map of layers would repeat.
+        if str_tokens and self.kind != "depth":
+            for side in ("row", "col"):
+                positions = table[f"{side}_position"]
+                table[f"{side}_token"] = [str_tokens[place] for place in positions]
         return table.assign(
             model=self.provenance.get("model"), prompt=self.provenance.get("prompt")
         )
