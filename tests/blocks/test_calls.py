@@ -178,13 +178,40 @@ class Cached(nn.Module):
         return x + mixed[:, 0]
 
 
-def test_a_cache_under_its_newer_name_beside_the_older_one() -> None:
+class ReadsAnOlderName(Cached):
+    """As attention of TransformerLens 4.3 does, which blocks of transformers 5.24 give
+    the cache under the newer name.
+    """
+
+    def forward(self, x: Tensor, cache: Any = None, **others: Any) -> Any:
+        return super().forward(x, cache=others.get("layer_past"))
+
+
+class Bridged(nn.Module):
+    """A block around one of HuggingFace's, as a bridge has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.original_component = ReadsAnOlderName()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original_component(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        pytest.param(Cached, ["cache", "past_key_values"], id="beside the older one"),
+        pytest.param(Bridged, ["cache"], id="in a bridge that knows an older one"),
+    ],
+)
+def test_a_cache_under_its_newer_name(kind: type[nn.Module], names: list[str]) -> None:
     torch.manual_seed(0)
-    block = Cached().eval()
+    block = kind().eval()
     x = torch.randn(1, N_POS, D_MODEL)
 
     def run() -> Tensor:
-        y: Tensor = block(x, cache=None, past_key_values=None)
+        y: Tensor = block(x, **dict.fromkeys(names))
         return y
 
     trace = tlc.trace_modules([block], run)

@@ -321,15 +321,16 @@ def test_a_pad_token_in_eager_mode_is_named() -> None:
 
 
 def prefixed(model: nn.Module, ids: Tensor) -> Callable[[], object]:
-    cache = DynamicCache(config=model.config)
+    cached = {tiny.cache_argument(model): DynamicCache(config=model.config)}
     with torch.no_grad():
-        model(ids[:, :3], past_key_values=cache, use_cache=True)
-    return lambda: model(ids[:, 3:], past_key_values=cache, use_cache=True)
+        model(ids[:, :3], use_cache=True, **cached)
+    return lambda: model(ids[:, 3:], use_cache=True, **cached)
 
 
 def with_static_cache(model: nn.Module, ids: Tensor) -> Callable[[], object]:
     cache = StaticCache(config=model.config, max_cache_len=16)
-    return lambda: model(ids, past_key_values=cache, use_cache=True)
+    cached = {tiny.cache_argument(model): cache}
+    return lambda: model(ids, use_cache=True, **cached)
 
 
 @pytest.mark.parametrize("make_run", [prefixed, with_static_cache])
@@ -337,8 +338,9 @@ def test_a_cache_that_a_block_needs_is_named(make_run) -> None:
     model = tiny.huggingface_model("llama")
     run = make_run(model, torch.tensor([tiny.TOKENS]))
     trace = tlc.trace_modules(list(tiny.layers_of(model)), run)
+    name = tiny.cache_argument(model)
     with pytest.raises(
-        StepError, match=r"block 1 .*key/value cache \(`past_key_values`\)"
+        StepError, match=rf"block 1 .*key/value cache \(`{name}`\)"
     ) as refused:
         tlc.block_jacobian(trace, 1)
     assert "\n" not in str(refused.value)

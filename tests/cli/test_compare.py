@@ -55,6 +55,22 @@ def test_products_give_the_same_comparison(call, folder_model, prompts, tmp_path
     assert found.interval == pytest.approx(exact.interval, abs=1e-4)
 
 
+def test_texts_under_another_key_are_the_same(call, folder_model, prompts, tmp_path):
+    options = {"model": folder_model, "k": 2}
+    call("compare", "--other-untrained", **options, prompts=prompts, out=tmp_path / "a")
+    renamed = tmp_path / "renamed.jsonl"
+    renamed.write_text(prompts.read_text().replace('"prompt"', '"body"'))
+    other = {"other_prompts": renamed, "prompt_key": "body"}
+    keyed = options | {"prompts": renamed, "out": tmp_path / "b"}
+    call("compare", "--other-untrained", **keyed, **other)
+    first, second = (
+        Comparison.load(tmp_path / name / "comparison-k2.nc") for name in ("a", "b")
+    )
+    assert second.mean_difference == first.mean_difference
+    streams = call("compare", "--prompt-key", "body", "--other-untrained", status=2)
+    assert "--prompt-key is for a file: give --prompts as well" in streams.err
+
+
 def test_one_must_say_what_to_compare_with(call, folder_model):
     streams = call("compare", "--model", str(folder_model), status=2)
     assert "say what to compare with: --other-model" in streams.err

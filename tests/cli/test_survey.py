@@ -82,6 +82,14 @@ def test_a_survey_by_task_and_its_rerun(
     assert len(results) == 4
     call(*options, "--per-task", 3, "--prompts-per-unit", 4)
     assert {path: path.stat().st_mtime_ns for path in results} == results
+    # The same texts under another key are the same survey.
+    renamed = tmp_path / "renamed.jsonl"
+    place = options.index("--prompts") + 1
+    renamed.write_text(options[place].read_text().replace('"prompt"', '"body"'))
+    options[place] = renamed
+    keyed = ("--prompt-key", "body")
+    call(*options, *keyed, "--per-task", 3, "--prompts-per-unit", 4)
+    assert {path: path.stat().st_mtime_ns for path in results} == results
 
 
 def test_every_choice_of_one_run(call, options, models: Path, tmp_path: Path) -> None:

@@ -217,6 +217,17 @@ def test_a_table_has_a_row_for_each_pair_and_k(result):
         result.to_dataframe([7])
 
 
+def test_a_table_of_tokens_has_their_texts(tiny_trace, result):
+    chosen = {"positions": [1, 4], "k": 3}
+    of_tokens = tlc.self_coupling(tiny_trace, layer=0, other_layer=1, **chosen)
+    table = of_tokens.to_dataframe([3])
+    first, second = (tiny_trace.str_tokens[position] for position in (1, 4))
+    assert first != second
+    assert table["row_token"].tolist() == [first, first, second, second]
+    assert table["col_token"].tolist() == [first, second, first, second]
+    assert "row_token" not in result.to_dataframe([3])
+
+
 def test_a_mean_has_means_in_its_table(tiny_trace):
     other = tlc.trace(tiny_trace.model, tiny_trace.tokens[:4])
     mean = tlc.mean_depth_coupling([tiny_trace, other], 3)

@@ -622,6 +622,7 @@ def test_a_short_table_says_what_the_methods_give(mean, maps) -> None:
         assert f"{p:.2g} (k = {k})" in table.caption
     low, high = intervals[3]
     assert f"{low:.3f} to {high:.3f} (k = 3)" in table.caption
+    assert "k = 1 says nothing: a 1 × 1 matrix is diagonal" in table.caption
     assert f"{len(maps)} prompts" in table.caption
     of_one_prompt = maps[0].table([3])
     assert of_one_prompt.rows[0][1] == f"{maps[0].mean(3):.3f}"

@@ -7,6 +7,8 @@ import re
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import tiny
 import tl_coupling as tlc
@@ -61,6 +63,11 @@ def test_each_row_of_a_batch_gets_its_own_direction(model, trace):
         torch.testing.assert_close(together[i], alone[0], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.xfail(
+    Version(transformers.__version__) >= Version("5.24"),
+    reason="TransformerLens 4.3 gives attention no cache with transformers 5.24",
+    strict=True,
+)
 def test_steering_acts_in_generation_with_a_cache(model, trace):
     """A direction strong enough changes what is generated, the same as without a cache."""
     directions = tlc.directions.directions_of(trace, 1, k=1)

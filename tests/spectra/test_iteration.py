@@ -218,7 +218,7 @@ def test_a_wrong_iteration_is_caught_and_a_full_svd_taken(spaces, way, monkeypat
     J = planted(SIGMA["as block Jacobians have"])
     spectrum = tlc.svd(J, K)
     assert int(spectrum.steps) == 0
-    assert spectrum.method == "1 by full SVD"
+    assert spectrum.method == "1 by full SVD, in float32"
     assert_top(J.double().numpy(), spectrum, 1e-5)
 
 
@@ -287,7 +287,7 @@ def test_what_a_spectrum_says_of_itself():
     spectrum = tlc.svd(J, K)
     assert [int(steps) > 0 for steps in spectrum.steps] == [True, False, True]
     assert spectrum.method.startswith("2 by filtered subspace iteration in ")
-    assert spectrum.method.endswith(" σ_1; 1 by full SVD")
+    assert spectrum.method.endswith(" σ_1; 1 by full SVD, in float32")
     assert spectrum.residuals.shape == (3, K)
     assert float(spectrum.residuals.max()) <= 2e-6
     exact = torch.tensor(np.stack(list(sigma.values())))
@@ -323,7 +323,7 @@ def test_residuals_of_a_full_svd_are_told_too():
     U, S, Vh = as_numpy(spectrum)
     of_right = np.linalg.norm(J.double().numpy() @ Vh.T - U * S, axis=0) / S[0]
     np.testing.assert_allclose(spectrum.residuals, of_right, rtol=0, atol=1e-6)
-    assert spectrum.method == "1 by full SVD"
+    assert spectrum.method == "1 by full SVD, in float32"
 
 
 def test_spectra_made_by_hand_know_nothing_of_how():

@@ -89,6 +89,22 @@ def test_a_line_by_hand():
     assert fit.p == pytest.approx(1 / 3)
 
 
+def test_correlation_is_pearsons_and_partial_with_controls():
+    table = random_table().assign(score=lambda rows: -rows["score"])
+    fit = linear_fit(table, "coupling", "score")
+    expected = stats.pearsonr(table["coupling"], table["score"]).statistic
+    assert fit.correlation == pytest.approx(expected)
+    # Of what the control leaves of both.
+    left = {
+        name: table[name]
+        - np.polyval(np.polyfit(table["size"], table[name], 1), table["size"])
+        for name in ("coupling", "score")
+    }
+    partial = linear_fit(table, "coupling", "score", controls=["size"])
+    expected = stats.pearsonr(left["coupling"], left["score"]).statistic
+    assert partial.correlation == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("controls", [[], ["size"]])
 def test_errors_are_hc2_with_bell_and_mccaffreys_degrees_of_freedom(controls):
     table = random_table()

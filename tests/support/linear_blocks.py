@@ -27,7 +27,7 @@ def affine_trace(A: Tensor, b: Tensor | None = None, x: Tensor | None = None) ->
         module = Affine(d, d, dtype=A.dtype)
         module.weight.data = matrix
         module.bias.data = torch.zeros(d, dtype=A.dtype) if b is None else b[layer]
-        call = BlockCall(module, {}, None, False, -2)
+        call = BlockCall(module, {}, (), False, -2)
         stream.append(module(stream[-1]).detach())
         blocks.append(BlockFunction(layer, call, stream[-2], stream[-1] - stream[-2]))
     n_pos = len(X)

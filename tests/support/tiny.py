@@ -4,6 +4,7 @@ no download.
 
 import hashlib
 import importlib.metadata
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,14 @@ def huggingface_model(
 def layers_of(hf_model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of a HuggingFace model."""
     return hf_model.get_submodule(_path_of_layers(hf_model))
+
+
+def cache_argument(hf_model: nn.Module) -> str:
+    """Return the name under which a HuggingFace model takes its cache and returns it:
+    a newer one from transformers 5.24 on.
+    """
+    parameters = inspect.signature(hf_model.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
 
 
 def _path_of_layers(hf_model: nn.Module) -> str:

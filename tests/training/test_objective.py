@@ -428,12 +428,14 @@ def test_what_is_not_the_function_that_ran_is_refused() -> None:
     model = tiny.huggingface_model("llama")
     model.set_attn_implementation("sdpa")
     blocks = tiny.layers_of(model)
+    name = tiny.cache_argument(model)
     for n_known in (3, 5):
-        cache = model(IDS[:, :n_known], use_cache=True).past_key_values
+        output = model(IDS[:, :n_known], use_cache=True)
+        cached = {name: getattr(output, name)}
         with pytest.raises(tlc.gradients.StepError, match="with a key/value cache"):
             tlc.training.jacobians(
                 blocks,
-                lambda: model(IDS[:, n_known:], past_key_values=cache),  # noqa: B023
+                lambda: model(IDS[:, n_known:], **cached),  # noqa: B023
             )
 
     class Dropping(nn.Linear):

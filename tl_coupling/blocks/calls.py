@@ -33,15 +33,19 @@ _LAYOUTS: dict[str, Callable[[torch.Size], bool]] = {
     "n d": lambda shape: len(shape) == 2,
 }
 _USUAL_CACHE_ARGUMENT = "past_key_values"
+_NEWEST_CACHE_ARGUMENT = "cache"
 # The names under which HuggingFace and TransformerLens blocks take a key/value cache,
 # newest first: transformers 5.24 ignores the older name beside the newer one.
 _CACHE_ARGUMENTS = (
-    "cache",
+    _NEWEST_CACHE_ARGUMENT,
     _USUAL_CACHE_ARGUMENT,
     "past_key_value",
     "layer_past",
     "past_kv_cache_entry",
 )
+# The attention of TransformerLens 4.3 does not know the newest name, by which the blocks
+# of transformers 5.24 pass a cache on. They pass this one on as it is, and it reads it.
+_CACHE_ARGUMENT_OF_BRIDGES = "layer_past"
 
 
 def hidden_states(output: object) -> Tensor:
@@ -112,7 +116,7 @@ class BlockCall:
 
     module: nn.Module
     arguments: Mapping[str, Any]
-    cache_argument: str | None
+    cache_arguments: tuple[str, ...]
     takes_use_cache: bool
     position_dim: int  # Of keys and values.
     layout: str = "1 n d"
@@ -152,7 +156,7 @@ class BlockCall:
         call = cls(
             module,
             arguments,
-            cache_argument=_cache_argument(parameters, arguments),
+            cache_arguments=_cache_arguments(module, parameters, arguments),
             takes_use_cache="use_cache" in parameters or "use_cache" in arguments,
             position_dim=_position_dim(module),
             layout=_layout(residual),
@@ -346,10 +350,10 @@ class BlockCall:
         if position is not None:
             for name, value in self.arguments.items():
                 arguments[name] = _row_of(name, value, position, n_keys, n_queries)
-        if self.cache_argument is not None:
-            arguments[self.cache_argument] = ReadOnlyCache(context)
-            if self.takes_use_cache:
-                arguments["use_cache"] = True
+        for name in self.cache_arguments:
+            arguments[name] = ReadOnlyCache(context)
+        if self.cache_arguments and self.takes_use_cache:
+            arguments["use_cache"] = True
         with context.entered(n_rows):
             return hidden_states(self.module(stream, **arguments))
 
@@ -373,18 +377,29 @@ def _holds_keys(cache: Any, module: nn.Module) -> bool:
     return True
 
 
-def _cache_argument(
-    parameters: Mapping[str, inspect.Parameter], arguments: Mapping[str, object]
-) -> str | None:
-    """Return the name under which a block takes a key/value cache; None if it takes
+def _cache_arguments(
+    module: nn.Module,
+    parameters: Mapping[str, inspect.Parameter],
+    arguments: Mapping[str, object],
+) -> tuple[str, ...]:
+    """Return the names under which a block takes a key/value cache; none if it takes
     none.
     """
-    for name in _CACHE_ARGUMENTS:
-        if name in arguments or name in parameters:
-            return name
-    # It is passed on to attention, which knows the usual name.
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return _USUAL_CACHE_ARGUMENT if takes_any else None
+    for name in _CACHE_ARGUMENTS:
+        if name not in arguments and name not in parameters:
+            continue
+        is_newest = name == _NEWEST_CACHE_ARGUMENT
+        if is_newest and takes_any and _wraps_huggingface(module):
+            return name, _CACHE_ARGUMENT_OF_BRIDGES
+        return (name,)
+    # It is passed on to attention, which knows the usual name.
+    return (_USUAL_CACHE_ARGUMENT,) if takes_any else ()
+
+
+def _wraps_huggingface(module: nn.Module) -> bool:
+    """Say whether this is a bridge's block, around one of HuggingFace's."""
+    return getattr(module, "original_component", None) is not None
 
 
 def _position_dim(module: nn.Module) -> int:
@@ -393,8 +408,7 @@ def _position_dim(module: nn.Module) -> int:
     HookedTransformer keeps keys as [batch pos head d_head], HuggingFace as [batch head
     pos d_head].
     """
-    wraps_huggingface = getattr(module, "original_component", None) is not None
-    if wraps_huggingface:
+    if _wraps_huggingface(module):
         return -2
     return 1 if type(module).__module__.startswith("transformer_lens") else -2
 

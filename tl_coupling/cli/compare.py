@@ -23,7 +23,7 @@ from tl_coupling.cli.options import (
 )
 from tl_coupling.comparisons import Comparison, CouplingMap
 from tl_coupling.jacobians import AnyMethod
-from tl_coupling.prompts import Prompt, load_prompts
+from tl_coupling.prompts import Prompt
 
 
 @command
@@ -77,8 +77,11 @@ def compare(
       tl-coupling compare --prompts capitals.jsonl --other-prompts sums.jsonl
     """
     first = _Measured(setup, "trained", prompts.selected())
+    selected_others = None
+    if other_prompts is not None:
+        selected_others = prompts.in_file(other_prompts)
     second = first.other_side(
-        other_model, other_checkpoint, other_untrained, other_prompts
+        other_model, other_checkpoint, other_untrained, selected_others
     )
     with work_in(out) as work:
         measured = []
@@ -120,7 +123,7 @@ class _Measured:
         model: str | None,
         checkpoint: str | None,
         untrained: bool,
-        prompts: Path | None,
+        prompts: list[Prompt] | None,
     ) -> "_Measured":
         """Return the other side. Raises ValueError where it would be this one."""
         if model is None and checkpoint is None and not untrained and prompts is None:
@@ -134,7 +137,7 @@ class _Measured:
             setup = replace(setup, model=model, checkpoint=None)
         if checkpoint is not None:
             setup = replace(setup, checkpoint=checkpoint)
-        other_prompts = self.prompts if prompts is None else load_prompts(prompts)
+        other_prompts = self.prompts if prompts is None else prompts
         role = "untrained" if untrained else "trained"
         return _Measured(setup, role, other_prompts)
 

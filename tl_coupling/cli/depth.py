@@ -106,6 +106,7 @@ def depth(
             "--model": setup.model != EMBEDDED_MODEL,
             "--prompt": prompts.prompt is not None,
             "--prompts": prompts.prompts is not None,
+            "--prompt-key": prompts.prompt_key != "prompt",
             "--image": prompts.image is not None,
             "--position": position is not None,
             "--without": changing.without is not None,

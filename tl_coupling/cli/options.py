@@ -385,6 +385,11 @@ class AcrossTokens:
         }
 
 
+PromptKey = Annotated[
+    str, typer.Option(help="Key under which the texts of a JSONL file stand.")
+]
+
+
 @dataclass(frozen=True)
 class OnePrompt:
     """One prompt, or one image."""
@@ -424,19 +429,26 @@ class Prompts(OnePrompt):
             dir_okay=False,
         ),
     ] = None
+    prompt_key: PromptKey = "prompt"
 
     def selected(self) -> list[Prompt]:
         """Return the one prompt, those of the file, or the paper's.
 
-        Raises ValueError if both a prompt and a file are given.
+        Raises ValueError if both a prompt and a file are given, or a key without a file.
         """
         if self.prompts is None:
+            if self.prompt_key != "prompt":
+                raise ValueError("--prompt-key is for a file: give --prompts as well")
             return [self.single_prompt()]
         if self.prompt is not None:
             raise ValueError("give --prompt or --prompts, not both")
         if self.image is not None:
             raise ValueError("give --image or --prompts, not both")
-        return as_prompts(load_prompts(self.prompts))
+        return self.in_file(self.prompts)
+
+    def in_file(self, path: Path) -> list[Prompt]:
+        """Return the prompts of a file, whose texts stand under the key."""
+        return as_prompts(load_prompts(path, key=self.prompt_key))
 
 
 def own_position(prompt: Prompt, position: int | None) -> int:

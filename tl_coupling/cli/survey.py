@@ -9,7 +9,14 @@ import typer
 import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import Pictures, work_in
-from tl_coupling.cli.options import OUT, Out, Sweep, Untrained, model_option
+from tl_coupling.cli.options import (
+    OUT,
+    Out,
+    PromptKey,
+    Sweep,
+    Untrained,
+    model_option,
+)
 from tl_coupling.cli.sweeps import (
     executor_for,
     facts,
@@ -59,6 +66,7 @@ def survey(
         int | None, typer.Option(help="Number of prompts of each task, instead of --n.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random draw.", min=0)] = 0,
+    prompt_key: PromptKey = "prompt",
     untrained: Untrained = False,
     prompts_per_unit: Annotated[
         int | None, typer.Option(help="Prompts per unit of work. [all]")
@@ -97,7 +105,7 @@ def survey(
       partition=gpu,gpus_per_node=1,mem_gb=64 --out gsm8k
     """
     models = _named_models(model)
-    drawn_prompts = _drawn_prompts(prompts, n, per_task, seed)
+    drawn_prompts = _drawn_prompts(prompts, prompt_key, n, per_task, seed)
     survey_of_models = tlc.Survey(
         models=models,
         prompts=drawn_prompts,
@@ -142,18 +150,18 @@ def _named_models(texts: list[str]) -> dict[str, str]:
 
 
 def _drawn_prompts(
-    prompts: str, n: int | None, per_task: int | None, seed: int
+    prompts: str, key: str, n: int | None, per_task: int | None, seed: int
 ) -> list[Prompt]:
     """Return the prompts of a file or a set, as many as were asked for."""
     if n is not None and per_task is not None:
         raise ValueError("give --n or --per-task, not both")
     if per_task is not None:
-        return prompts_per_task(load_prompts(prompts), per_task, seed)
+        return prompts_per_task(load_prompts(prompts, key=key), per_task, seed)
     # A file is measured whole; a public set holds thousands of prompts.
     if n is None and not Path(prompts).is_file():
         is_leaderboard = prompts == "open_llm_leaderboard"
         n = _N_LEADERBOARD_PROMPTS if is_leaderboard else _N_SET_PROMPTS
-    return load_prompts(prompts, n, seed)
+    return load_prompts(prompts, n, seed, key=key)
 
 
 def _summary(

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 PerPair = Float[Tensor, "n_rows n_cols"]
 # Measures that are saved and tabulated for every pair at every k.
 _TABULATED = ("coupling", "normalized_miscoupling", "null")
-# The numbers of singular vectors that a short table shows, beside the largest.
-_SHOWN_KS = (1, 10)
+# The number of singular vectors that a short table shows, beside the largest.
+_SHOWN_K = 10
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
 
@@ -589,7 +589,14 @@ class CouplingMap(Saved):
         """Return the mean of a measure over pairs of layers `|l − l'|` apart.
 
         For distances 0, 1, … to the largest; NaN where no pair of the chosen layers is
-        that far apart.
+        that far apart. Of all L layers, 2 (L − d) pairs are d > 0 apart; at distance 0
+        each layer is compared with itself.
+
+        Example:
+            >>> result = tlc.depth_coupling(trace, k=4)
+            >>> by_hand = (result.coupling()[0, 1] + result.coupling()[1, 0]) / 2
+            >>> torch.allclose(result.locality_profile()[1], by_hand)
+            True
         """
         values = self.values(k, measure, **options)
         distances = self._distances().to(values.device)
@@ -673,7 +680,8 @@ class CouplingMap(Saved):
         """Return a tidy table: one row for each k and pair.
 
         Columns are `k`, `row_layer`, `row_position`, `col_layer`, `col_position`,
-        `coupling`, `normalized_miscoupling`, `null`, and `model` and `prompt`.
+        `coupling`, `normalized_miscoupling`, `null`, and `model` and `prompt`. A map of
+        tokens has their texts as well, `row_token` and `col_token`.
 
         Args:
             ks: numbers of singular vectors; all that the map holds by default.
@@ -692,6 +700,12 @@ class CouplingMap(Saved):
         columns = [*_TABULATED, *names]
         table = data.reset_coords()[columns].to_dataframe().reset_index()
         table = table[["k", *names, *_TABULATED]]
+        str_tokens = self.provenance.get("str_tokens")
+        # One token has one text, which a map of layers would repeat.
+        if str_tokens and self.kind != "depth":
+            for side in ("row", "col"):
+                positions = table[f"{side}_position"]
+                table[f"{side}_token"] = [str_tokens[place] for place in positions]
         return table.assign(
             model=self.provenance.get("model"), prompt=self.provenance.get("prompt")
         )
@@ -708,7 +722,8 @@ class CouplingMap(Saved):
         """Return the mean coupling at some k, beside the null and its p.
 
         Args:
-            ks: numbers of singular vectors; by default 1, 10 and all that the map holds.
+            ks: numbers of singular vectors; by default 10 and all that the map holds.
+                1 says nothing, and is shown only if it is given.
             off_diagonal: leaves out the pairs of a connection with itself.
             null_intervals: what `null_interval` gave, by k, for the caption; those of
                 `chances` by default.
@@ -728,7 +743,7 @@ class CouplingMap(Saved):
             p of so large a mean: 0.69 (k = 2); random subspaces, one-sided
         """
         if ks is None:
-            ks = sorted({k for k in _SHOWN_KS if k < self.k} | {self.k})
+            ks = sorted({min(_SHOWN_K, self.k), self.k})
         # A map of one connection has its own pair only.
         has_other_pairs = not bool(self.own_pairs().all())
         off_diagonal = off_diagonal and has_other_pairs
@@ -751,6 +766,10 @@ class CouplingMap(Saved):
             f"{self._pairs_in_words(off_diagonal)}"
         )
         lines = [self._size_in_words()]
+        if 1 in ks:
+            lines.append(
+                "k = 1 says nothing: a 1 × 1 matrix is diagonal, coupling is 1"
+            )
         intervals = null_intervals or {k: chances[k].interval for k in chances}
         if intervals:
             texts = [

@@ -104,7 +104,7 @@ class Spectrum:
 
     @property
     def method(self) -> str:
-        """How many matrices were decomposed in which way, in words."""
+        """How many matrices were decomposed in which way, and in which dtype, in words."""
         if self.steps is None or self.residuals is None:
             return "not known"
         is_iterated = self.steps > 0
@@ -118,7 +118,8 @@ class Spectrum:
             )
         if not is_iterated.all():
             ways.append(f"{int((~is_iterated).sum())} by full SVD")
-        return "; ".join(ways) or "of no matrices"
+        dtype = str(self.S.dtype).removeprefix("torch.")
+        return f"{'; '.join(ways)}, in {dtype}" if ways else "of no matrices"
 
     @checked
     def top(self, k: int) -> "Spectrum":

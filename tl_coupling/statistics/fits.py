@@ -5,6 +5,7 @@ scipy do the statistics.
 import contextlib
 import importlib.util
 import itertools
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,14 @@ class LinearFit:
     n_families: int | None = None
     has_equal_variance: bool = False
     level: float = LEVEL
+
+    @property
+    def correlation(self) -> float:
+        """Pearson's r of x and y; with controls, or within families, the partial one.
+
+        It is the root of `r_squared`, with the sign of the slope.
+        """
+        return math.copysign(math.sqrt(self.r_squared), self.slope)
 
     def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return the line at x."""

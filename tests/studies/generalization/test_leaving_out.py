@@ -384,6 +384,7 @@ def test_a_study_of_families():
     ]
     assert result.selected == ("good", "best")
     assert result.association.bootstrap.n_families == 4
+    assert "families of one model" not in result.left_out
     assert result.left_out["bootstrap"].startswith(
         "4 families are too few to resample (wanted 6)"
     )
@@ -410,6 +411,18 @@ def test_a_study_of_families():
     assert not plot_generalization(result).collections
     assert "too few models for intervals" in plot_k_sweep(result).get_title()
     assert len(plot_forest(result).get_yticklabels()) == len(result.slopes)
+
+
+def test_a_family_of_one_model_is_named_where_it_has_no_row():
+    data, scores = simpson()
+    scores.loc[11, "family"] = "Phi"
+    result = generalization_study(data, scores, k=5, n_resamples=50)
+    assert "Phi" not in result.family_influence.table.index
+    alone = scores["model"][11]
+    assert result.left_out["families of one model"] == (
+        f"the line without {alone} is in `influence`, and not in `family_influence`"
+    )
+    assert alone in result.influence.table.index
 
 
 def test_families_are_given_or_read_or_neither():

@@ -381,9 +381,19 @@ class Study:
         families = self.families
         if families is None:
             return None
-        return self.attempts.result(
+        influence = self.attempts.result(
             "families", lambda: leave_one_family_out(*self.columns, families=families)
         )
+        table = self.columns[0]
+        codes = family_codes(table, families)
+        is_alone = np.bincount(codes)[codes] == 1
+        if influence is not None and is_alone.any():
+            names = ", ".join(table["model"][is_alone])
+            self.attempts.reasons["families of one model"] = (
+                f"the line without {names} is in `influence`, and not in "
+                "`family_influence`"
+            )
+        return influence
 
     def lines_within_families(self) -> dict[str, LinearFit]:
         """Fit the line inside each family of at least three models."""

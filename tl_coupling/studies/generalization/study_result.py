@@ -46,7 +46,8 @@ class Generalization:
         partial: coupling with each covariate held fixed, and with all of them, by what
             is held fixed; with "family", differences inside families alone.
         family_influence, within_families: where models are of families, the line
-            without each family, and inside each one of at least three models.
+            without each family of at least two models, and inside each one of at least
+            three.
         by_k, by_task: the association at each k, and on the prompts of each task. Every
             k sees the same draws.
         across_tasks, prompt_length, prompt_difficulty: within each model, over its
