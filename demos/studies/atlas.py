@@ -25,7 +25,7 @@ from study_names import model_name
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import small_models as small
 
-KS = (1, 3, 10, 30)
+KS = (3, 10, 30)
 N_OF_TASK = 4
 N_PASSAGES = 4
 SMALL_MODEL = "Pythia of 6 layers"

@@ -6,7 +6,7 @@ import base64
 import html
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -124,17 +124,19 @@ def show_atlas(
         float(np.nanmax(each.at(shown_k), initial=1e-9))
         for each, shown_k in zip(atlas_maps, shown_ks, strict=True)
     )
-    sections: dict[str, list[str]] = {}
+    # The small maps of a model, by state.
+    sections: dict[str, dict[str, list[str]]] = {}
     figures: dict[str, list[_Map]] = {}
     for each, shown_k in zip(atlas_maps, shown_ks, strict=True):
-        sections.setdefault(each.model, []).append(_small_map(each, shown_k, top))
+        states = sections.setdefault(each.model, {})
+        states.setdefault(each.state, []).append(_small_map(each, shown_k, top))
         figures.setdefault(each.figure, []).append(each)
     numbers = {
         "shared": {"side": "layer", "matrix_k": 0, "directions": {}, **color_scales()},
         "figures": {name: _figure(group, k) for name, group in figures.items()},
     }
     text = html.escape(json.dumps(numbers, allow_nan=False, separators=(",", ":")))
-    shown = "".join(_section(name, cells) for name, cells in sections.items())
+    shown = "".join(_section(name, states) for name, states in sections.items())
     body = (
         f'<div class="tlc-atlas" data-atlas="{text}">'
         f'<div data-part="open"></div>{_legend(set(shown_ks), top)}{shown}</div>'
@@ -250,7 +252,7 @@ def _small_map(one_map: _Map, k: int, top: float) -> str:
     values = one_map.at(k)
     mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
     null = float(one_map.nulls[one_map.ks.index(k)])
-    said = f"{mean:.3f}, {mean / null:.1f} × chance"
+    times = f"{mean / null:.1f} × chance"
     row, col = one_map.strongest_pair(k)
     pair = f"k={k}&pair={one_map.rows[row]},{one_map.cols[col]}"
     address = html.escape(f"#map={quote(one_map.figure)}&{pair}")
@@ -258,7 +260,7 @@ def _small_map(one_map: _Map, k: int, top: float) -> str:
     n_rows, n_cols = values.shape
     alt = html.escape(
         f"Coupling of {n_rows} × {n_cols} layers of {one_map.model}, {one_map.name}, "
-        f"{one_map.task}, k = {k}: mean {said}"
+        f"{one_map.task}, k = {k}: mean {mean:.3f}, {times}"
     )
     facts = {
         "model": one_map.model,
@@ -271,7 +273,8 @@ def _small_map(one_map: _Map, k: int, top: float) -> str:
         f'<a class="tlc-small" href="{address}"{data}>'
         f'<img src="data:image/png;base64,{picture}" width="{n_cols}" '
         f'height="{n_rows}" alt="{alt}"><b>{html.escape(one_map.task)}</b> '
-        f"<span>{html.escape(one_map.name)}</span> <span>{said}</span></a>"
+        f"<span>{html.escape(one_map.name)}</span> <span>mean {mean:.3f}</span> "
+        f"<span>{times}</span></a>"
     )
 
 
@@ -309,12 +312,12 @@ def _legend(ks: set[int], top: float) -> str:
     )
 
 
-def _section(model: str, cells: Sequence[str]) -> str:
-    """Return the small maps of a model."""
-    return (
-        f'<section><h4>{html.escape(model)}</h4><div class="tlc-smalls">'
-        f"{''.join(cells)}</div></section>"
+def _section(model: str, states: Mapping[str, Sequence[str]]) -> str:
+    """Return the small maps of a model: all trained ones, and then all others."""
+    grids = "".join(
+        f'<div class="tlc-smalls">{"".join(cells)}</div>' for cells in states.values()
     )
+    return f"<section><h4>{html.escape(model)}</h4>{grids}</section>"
 
 
 @lru_cache(maxsize=1)

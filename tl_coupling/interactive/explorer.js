@@ -204,22 +204,22 @@ function exploreCoupling(root, map, changed = null) {
 
   function drawCurves() {
     const width = 300, height = 80;
+    const across = k => (largestK > ks[0] ? (k - ks[0]) / (largestK - ks[0]) : .5) * width;
     const path = (valueAt, style) => {
       let steps = "", isDown = false;
       for (const k of ks) {
         const value = valueAt(k);
         if (Number.isNaN(value)) { isDown = false; continue; }
-        steps += `${isDown ? "L" : "M"}${(largestK > 1 ? (k - 1) / (largestK - 1) : .5) * width},${(1 - between(value, 0, 1)) * height}`;
+        steps += `${isDown ? "L" : "M"}${across(k)},${(1 - between(value, 0, 1)) * height}`;
         isDown = true;
       }
       return `<path d="${steps}" fill="none" vector-effect="non-scaling-stroke" ${style}/>`;
     };
-    const at = (largestK > 1 ? (state.k - 1) / (largestK - 1) : .5) * width;
     const lines = [path(k => chanceOf(shownRuns()[0], k, state.row), 'stroke="currentColor" stroke-dasharray="4 3"')];
     for (const run of [...shownRuns()].reverse()) lines.push(path(k => valueOf(run, k, state.row, state.col), `stroke="${run.color}" stroke-width="2.5"`));
     part("curves").innerHTML = `<span>1</span><svg viewBox="0 0 ${width} ${height}" preserveAspectRatio="none" aria-hidden="true">`
-      + `<path d="M0,${height}H${width}M${at},0V${height}" stroke="currentColor" opacity=".45" vector-effect="non-scaling-stroke"/>${lines.join("")}</svg>`
-      + `<span>0</span><span>k = 1</span><span>${largestK}</span>`;
+      + `<path d="M0,${height}H${width}M${across(state.k)},0V${height}" stroke="currentColor" opacity=".45" vector-effect="non-scaling-stroke"/>${lines.join("")}</svg>`
+      + `<span>0</span><span>k = ${ks[0]}</span><span>${largestK}</span>`;
   }
 
   function drawDirections() {

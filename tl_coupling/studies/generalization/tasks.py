@@ -33,7 +33,7 @@ from tl_coupling.studies.surveys import (
 )
 
 # Of a map that holds every k.
-_SHOWN_KS = (1, 3, 10, 30)
+_SHOWN_KS = (3, 10, 30)
 _COLUMNS = (
     "model",
     "checkpoint",
@@ -140,7 +140,7 @@ def task_maps(data: xarray.Dataset | CouplingMap) -> xarray.Dataset:
 
     Args:
         data: of `open_survey`, `run_survey`, `checkpoint_sweep` or `measure_prompts`; a
-            map of layers, whose task is its prompt, at k = 1, 3, 10, 30 and all that it
+            map of layers, whose task is its prompt, at k = 3, 10, 30 and all that it
             holds; or what this function returned, which stays as it is.
 
     Returns:
