@@ -12,7 +12,6 @@ import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import work_in
 from tl_coupling.files import write_atomically
-from tl_coupling.results import plural
 from tl_coupling.studies.surveys import UNITS
 from tl_coupling.studies.surveys.records import PLAN
 
@@ -83,7 +82,7 @@ def atlas(
                 path = save_means / f"{name}.nc"
                 work.written.append(write_atomically(path, partial(_save, data)))
         work.written.append(view.save(out))
-        work.shown.append(f"{view!r}, {plural(len(named_maps), 'source')}")
+        work.shown.append(f"maps of {', '.join(named_maps)}")
 
 
 def _save(data: "xarray.Dataset", path: Path) -> None:

@@ -21,6 +21,7 @@ from matplotlib.colors import to_hex, to_rgb
 
 from tl_coupling.arguments import checked
 from tl_coupling.interactive.explorer_data import (
+    MOST_SIDE_BY_SIDE,
     UNDEFINED_COLOR,
     coded_values,
     color_scales,
@@ -124,13 +125,16 @@ def show_atlas(
         float(np.nanmax(each.at(shown_k), initial=1e-9))
         for each, shown_k in zip(atlas_maps, shown_ks, strict=True)
     )
+    figures: dict[str, list[_Map]] = {}
+    for each in atlas_maps:
+        figures.setdefault(each.figure, []).append(each)
     # The small maps of a model, by state.
     sections: dict[str, dict[str, list[str]]] = {}
-    figures: dict[str, list[_Map]] = {}
     for each, shown_k in zip(atlas_maps, shown_ks, strict=True):
+        address = _address(each, shown_k, figures[each.figure])
         states = sections.setdefault(each.model, {})
-        states.setdefault(each.state, []).append(_small_map(each, shown_k, top))
-        figures.setdefault(each.figure, []).append(each)
+        cell = _small_map(each, shown_k, top, address)
+        states.setdefault(each.state, []).append(cell)
     numbers = {
         "shared": {"side": "layer", "matrix_k": 0, "directions": {}, **color_scales()},
         "figures": {name: _figure(group, k) for name, group in figures.items()},
@@ -247,15 +251,24 @@ def _figure(group: Sequence[_Map], k: int | None) -> dict[str, Any]:
     }
 
 
-def _small_map(one_map: _Map, k: int, top: float) -> str:
-    """Return a small map with its mean, which is a link to its figure."""
+def _address(one_map: _Map, k: int, group: Sequence[_Map]) -> str:
+    """Return the address that opens the figure of a group at a map's strongest pair."""
+    row, col = one_map.strongest_pair(k)
+    address = (
+        f"#map={quote(one_map.figure)}&k={k}&pair={one_map.rows[row]},{one_map.cols[col]}"
+    )
+    if len(group) > MOST_SIDE_BY_SIDE:
+        run = [each.name for each in group].index(one_map.name)
+        address += f"&run={run}"
+    return address
+
+
+def _small_map(one_map: _Map, k: int, top: float, address: str) -> str:
+    """Return a small map with its mean, which is a link."""
     values = one_map.at(k)
     mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
     null = float(one_map.nulls[one_map.ks.index(k)])
     times = f"{mean / null:.1f} × chance"
-    row, col = one_map.strongest_pair(k)
-    pair = f"k={k}&pair={one_map.rows[row]},{one_map.cols[col]}"
-    address = html.escape(f"#map={quote(one_map.figure)}&{pair}")
     picture = base64.b64encode(_picture(values, top)).decode()
     n_rows, n_cols = values.shape
     alt = html.escape(
@@ -270,7 +283,7 @@ def _small_map(one_map: _Map, k: int, top: float) -> str:
     }
     data = "".join(f' data-{key}="{html.escape(fact)}"' for key, fact in facts.items())
     return (
-        f'<a class="tlc-small" href="{address}"{data}>'
+        f'<a class="tlc-small" href="{html.escape(address)}"{data}>'
         f'<img src="data:image/png;base64,{picture}" width="{n_cols}" '
         f'height="{n_rows}" alt="{alt}"><b>{html.escape(one_map.task)}</b> '
         f"<span>{html.escape(one_map.name)}</span> <span>mean {mean:.3f}</span> "

@@ -30,7 +30,7 @@ _DOTS_PER_INCH = 100
 # Words that a direction writes.
 _N_WORDS = 6
 # More runs than this, such as steps of training, are gone through by a slider.
-_MOST_SIDE_BY_SIDE = 4
+MOST_SIDE_BY_SIDE = 4
 
 
 class ExplorerData(NamedTuple):
@@ -117,7 +117,7 @@ def color_scales() -> dict[str, Any]:
         "sequential": _colors(str(rcParams["image.cmap"])),
         "diverging": _colors("RdBu_r"),
         "undefined_color": UNDEFINED_COLOR,
-        "most_side_by_side": _MOST_SIDE_BY_SIDE,
+        "most_side_by_side": MOST_SIDE_BY_SIDE,
     }
 
 
@@ -136,7 +136,7 @@ def _describe(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) -> st
 def _draw_picture(runs: Mapping[str, CouplingMap], k: int) -> bytes:
     """Return the maps side by side as PNG; of many, the first and the last."""
     shown = dict(runs)
-    if len(runs) > _MOST_SIDE_BY_SIDE:
+    if len(runs) > MOST_SIDE_BY_SIDE:
         names = list(runs)
         shown = {name: runs[name] for name in (names[0], names[-1])}
     with off_screen():
