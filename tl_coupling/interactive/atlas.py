@@ -210,11 +210,13 @@ def _shown_k(one_map: _Map, k: int | None) -> int:
 def _figure(group: Sequence[_Map], k: int | None) -> dict[str, Any]:
     """Return what the script draws of a model on a task, at all of its checkpoints."""
     first = group[0]
-    for other in group[1:]:
-        if other.name in {each.name for each in group if each is not other}:
+    names: set[str] = set()
+    for other in group:
+        if other.name in names:
             raise ValueError(
-                f"`maps` hold {other.figure}, {other.name} twice: drop one"
+                f"`maps` hold {other.figure}, {other.name} twice: drop one of them"
             )
+        names.add(other.name)
         if (other.rows, other.cols, other.ks) != (first.rows, first.cols, first.ks):
             raise ValueError(
                 f"the maps of {first.figure} must be of the same layers and k, "
@@ -254,9 +256,7 @@ def _figure(group: Sequence[_Map], k: int | None) -> dict[str, Any]:
 def _address(one_map: _Map, k: int, group: Sequence[_Map]) -> str:
     """Return the address that opens the figure of a group at a map's strongest pair."""
     row, col = one_map.strongest_pair(k)
-    address = (
-        f"#map={quote(one_map.figure)}&k={k}&pair={one_map.rows[row]},{one_map.cols[col]}"
-    )
+    address = f"#map={quote(one_map.figure)}&k={k}&pair={one_map.rows[row]},{one_map.cols[col]}"
     if len(group) > MOST_SIDE_BY_SIDE:
         run = [each.name for each in group].index(one_map.name)
         address += f"&run={run}"

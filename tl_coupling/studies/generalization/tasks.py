@@ -170,8 +170,8 @@ def task_maps(data: xarray.Dataset | CouplingMap) -> xarray.Dataset:
     dims_of_map = data["coupling"].dims if "coupling" in data else ()
     if not {"prompt", "k", "layer", "other_layer"} <= set(dims_of_map):
         raise ValueError(
-            "wanted a survey with a map of coupling for each prompt, there is none in "
-            f"the data: {', '.join(map(str, data.data_vars)) or 'nothing'}"
+            "wanted a survey with a map of coupling for each prompt, there is none in the "
+            f"data: {', '.join(map(str, data.data_vars)) or 'nothing'}"
         )
     names = {"model": str(data.attrs.get("model") or "model"), "checkpoint": "main"}
     for dim, name in names.items():
