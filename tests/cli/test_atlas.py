@@ -87,7 +87,7 @@ def test_what_is_no_map_is_left_out_with_a_warning(
 ) -> None:
     model = tlc.load_model(str(folder_model))
     trace = tlc.trace(model, "w1 w2")
-    tlc.trajectories.residual_alignment(trace).save(maps / "path.nc")
+    tlc.trajectories.residual_alignment(trace, 2).save(maps / "path.nc")
     # A survey that was begun just now.
     (maps / "begun").mkdir()
     shutil.copy(maps / "of tasks" / "plan.json", maps / "begun")
