@@ -143,7 +143,7 @@ def show_atlas(
     shown = "".join(_section(name, states) for name, states in sections.items())
     body = (
         f'<div class="tlc-atlas" data-atlas="{text}">'
-        f'<div data-part="open"></div>{_legend(set(shown_ks), top)}{shown}</div>'
+        f'<div data-part="open"></div>{_legend(atlas_maps, shown_ks, top)}{shown}</div>'
     )
     n_tasks = len({each.task for each in atlas_maps})
     name = (
@@ -313,15 +313,22 @@ def _colors(n: int) -> list[str]:
     return [to_hex(color) for color in steps(np.arange(n))]
 
 
-def _legend(ks: set[int], top: float) -> str:
-    """Return the scale of the small maps."""
+def _legend(maps: Sequence[_Map], shown_ks: Sequence[int], top: float) -> str:
+    """Return the scale of the small maps, with chance marked where all have one k."""
     stops = ", ".join(_colors(_N_STOPS))
-    k = " or ".join(map(str, sorted(ks)))
+    ks = sorted(set(shown_ks))
+    mark = ""
+    said = f"k = {' or '.join(map(str, ks))}"
+    if len(ks) == 1:
+        null = float(maps[0].nulls[maps[0].ks.index(ks[0])])
+        mark = f'<i data-part="chance" style="left: {100 * null / top:.1f}%"></i>'
+        said += f"; the mark is chance, {null:.3f}"
     return (
-        f'<div class="tlc-scale">0 <span class="tlc-bar"><i style="background: '
-        f'linear-gradient(to right, {stops})"></i></span> {top:.3f}; k = {k}, one scale '
-        "for all; grey: a layer with itself. Row: the layer whose Jacobian it is. "
-        "Column: the layer whose singular vectors are used.</div>"
+        '<div class="tlc-scale"><span class="tlc-ends">0 <span class="tlc-bar">'
+        f'<i style="background: linear-gradient(to right, {stops})"></i>{mark}</span> '
+        f"{top:.3f}</span> <span>{said}. One scale for all; grey: a layer with itself. "
+        "Row: the layer whose Jacobian it is. Column: the layer whose singular vectors "
+        "are used.</span></div>"
     )
 
 

@@ -5,7 +5,7 @@ const UNDEFINED = 65535;
 const share = code => code === UNDEFINED ? NaN : code / (UNDEFINED - 1);
 // Entries of matrices are the upper halves of numbers of 32 bits.
 const entries = codes => new Float32Array(Uint32Array.from(codes, code => code << 16).buffer);
-const digits = value => Number.isNaN(value) ? "undefined" : value.toFixed(3);
+const digits = value => Number.isNaN(value) ? "undefined" : value.toFixed(3).replace("-", "−");
 const inChance = (value, chance) => chance > 0 && !Number.isNaN(value) ? `${(value / chance).toFixed(1)} × chance` : "";
 const mix = (colors, at) => colors[Math.round(Math.min(1, Math.max(0, at)) * (colors.length - 1))];
 const between = (value, low, high) => Math.min(high, Math.max(low, value));
