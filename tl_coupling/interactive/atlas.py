@@ -4,7 +4,6 @@ a map to explore.
 
 import base64
 import html
-import io
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -14,29 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
-import PIL.Image
 from jaxtyping import Float
 from matplotlib import colormaps, rcParams
-from matplotlib.colors import to_hex, to_rgb
 
 from tl_coupling.arguments import checked
 from tl_coupling.interactive.explorer_data import (
     MOST_SIDE_BY_SIDE,
-    UNDEFINED_COLOR,
     coded_values,
     color_scales,
 )
 from tl_coupling.interactive.views import View
-from tl_coupling.results import plural
+from tl_coupling.results import plural, small_map
 
 if TYPE_CHECKING:
     import xarray
 
 _HERE = Path(__file__)
-# Colours of a small map: more make its file larger, and no eye tells them apart.
-_N_COLORS = 63
-# Stops of the colour bar.
-_N_STOPS = 9
+# Between stops of a colour scale no eye sees a difference.
+_N_STOPS = 17
 # The k that small maps show, where it was measured.
 _USUAL_K = 10
 # Checkpoints by their names in surveys.
@@ -269,7 +263,7 @@ def _small_map(one_map: _Map, k: int, top: float, address: str) -> str:
     mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
     null = float(one_map.nulls[one_map.ks.index(k)])
     times = f"{mean / null:.1f} × chance"
-    picture = base64.b64encode(_picture(values, top)).decode()
+    picture = base64.b64encode(small_map(values, (0.0, top), _colors())).decode()
     n_rows, n_cols = values.shape
     alt = html.escape(
         f"Coupling of {n_rows} × {n_cols} layers of {one_map.model}, {one_map.name}, "
@@ -291,31 +285,16 @@ def _small_map(one_map: _Map, k: int, top: float, address: str) -> str:
     )
 
 
-def _picture(values: Float[np.ndarray, "n_rows n_cols"], top: float) -> bytes:
-    """Return a map as PNG, a pixel for each pair."""
-    shares = np.clip(np.nan_to_num(values) / top, 0, 1)
-    places = np.where(np.isnan(values), _N_COLORS, np.rint(shares * (_N_COLORS - 1)))
-    picture = PIL.Image.fromarray(places.astype(np.uint8))
-    picture.putpalette(
-        [
-            round(255 * channel)
-            for color in [*_colors(_N_COLORS), UNDEFINED_COLOR]
-            for channel in to_rgb(color)
-        ]
-    )
-    file = io.BytesIO()
-    picture.save(file, "PNG", optimize=True)
-    return file.getvalue()
-
-
-def _colors(n: int) -> list[str]:
-    steps = colormaps[str(rcParams["image.cmap"])].resampled(n)
-    return [to_hex(color) for color in steps(np.arange(n))]
+def _colors() -> list[tuple[int, int, int]]:
+    """Return stops of the colour scale that maps to explore have."""
+    steps = colormaps[str(rcParams["image.cmap"])](np.linspace(0, 1, _N_STOPS))
+    stops = np.rint(255 * steps[:, :3]).astype(int).tolist()
+    return [(red, green, blue) for red, green, blue in stops]
 
 
 def _legend(maps: Sequence[_Map], shown_ks: Sequence[int], top: float) -> str:
     """Return the scale of the small maps, with chance marked where all have one k."""
-    stops = ", ".join(_colors(_N_STOPS))
+    stops = ", ".join(f"rgb{color}" for color in _colors())
     ks = sorted(set(shown_ks))
     mark = ""
     said = f"k = {' or '.join(map(str, ks))}"

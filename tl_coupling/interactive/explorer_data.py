@@ -24,7 +24,7 @@ from tl_coupling.spectra import check_k
 _N_COLORS = 511
 _LARGEST_CODE = 65534
 _UNDEFINED = 65535
-UNDEFINED_COLOR = "#bbbbbb"
+_UNDEFINED_COLOR = "#bbbbbb"
 # Of the picture that stands where scripts do not run.
 _DOTS_PER_INCH = 100
 # Words that a direction writes.
@@ -116,7 +116,7 @@ def color_scales() -> dict[str, Any]:
     return {
         "sequential": _colors(str(rcParams["image.cmap"])),
         "diverging": _colors("RdBu_r"),
-        "undefined_color": UNDEFINED_COLOR,
+        "undefined_color": _UNDEFINED_COLOR,
         "most_side_by_side": MOST_SIDE_BY_SIDE,
     }
 
