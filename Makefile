@@ -10,6 +10,7 @@ PYTEST ?=
 WORKERS ?= 2
 TORCH ?=
 PROMPTS ?=
+MODELS ?= smollm2-135m
 PER_TASK ?=
 DATA ?=
 ONLY ?=
@@ -21,7 +22,7 @@ KEEP ?=
 TAG ?=
 PYTHONS ?= python3.11 python3.13
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit notebooks pictures zoo real attack same check
+.PHONY: setup demo demo-training surge demo-survey demo-vit atlas notebooks pictures zoo real attack same check
 .PHONY: check-code check-examples test test-tl4 test-tl3 test-lowest test-newest test-long test-long-tl4 test-long-tl3 coverage plant-errors
 .PHONY: study-capacity study-generalization study-treatment docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
@@ -86,6 +87,12 @@ demo-survey: .venv/ready
 # DATA=fashion-mnist (Debian's package dataset-fashion-mnist), cifar10 or a folder; else scikit-learn's digits.
 demo-vit: .venv/ready
 	.venv/bin/python demos/studies/vit.py --out out/vit $(if $(DATA),--data $(DATA))
+
+# MODELS="smollm2-135m model.gguf" PROMPTS=file.jsonl: what is measured, where it is not there yet; surveys and saved maps
+# that others put into out/atlas are shown as well.
+atlas: .venv/ready
+	.venv/bin/python demos/studies/atlas.py --out out/$@ --models $(MODELS) $(if $(PROMPTS),--prompts $(PROMPTS))
+	.venv/bin/tl-coupling atlas --maps out/$@ --save-means demos/studies/results/atlas --out out/atlas.html
 
 # SMALL=1: fewer and smaller models, to see that they work.
 study-capacity: .venv/ready

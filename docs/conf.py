@@ -42,6 +42,7 @@ extensions = [
     "mathjax",
     "figures",
     "start_map",
+    "atlas_page",
     "reference",
 ]
 exclude_patterns = ["_build", "_made", "_ext"]

@@ -68,6 +68,8 @@ CALLED_BY_PICTURES = {
     "null_interval_of_coupling": "the band around the null of a mean over pairs",
     "null_name": "a name",
     "pairs_of_layers": "a name",
+    "plural": "a number with its noun",
+    "small_map": "draws a map, for results as well",
     "prompts_in_words": "which prompts a mean is over, for a title",
     "prompt_relation": "made where its caller has not made it",
     "random_subspace_null": "a closed form, drawn as a line",

@@ -114,8 +114,8 @@ def test_help_has_the_commands_own_options_and_then_those_for_the_model(
         "quantization",
         "memory",
     ]
-    if command == "generalization":
-        # It loads no model; its checkpoint is a row of a survey.
+    if command in ("generalization", "atlas"):
+        # They load no model; a checkpoint is a row of a survey.
         assert list(listed) == ["Options"]
         return
     assert list(listed) == ["Options", "Options for the model"]

@@ -125,6 +125,12 @@ def write_survey() -> None:
     Path("scores.csv").write_text("\n".join(["model,score", *scores]))
 
 
+def write_survey_and_maps() -> None:
+    """Write a survey, and the map of another prompt."""
+    write_survey()
+    write_maps()
+
+
 def write_lens() -> None:
     """Write a lens that leaves out no token, as the texts are short."""
     model = tlc.load_model("gpt2")
@@ -140,6 +146,7 @@ FILES = {
     "lens-audit": write_lens,
     "compare-trajectories": write_checkpoints,
     "generalization": write_survey,
+    "atlas": write_survey_and_maps,
     # Of each task as many as the example draws.
     "survey": lambda: write_prompts(Path("prompts.jsonl"), map(str, range(20))),
 }

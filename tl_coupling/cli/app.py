@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "survey": ("survey", "Coupling, spectra, loss of many models and prompts"),
         "generalization": ("generalization", "Coupling against a score across models"),
         "precision": ("precision", "How far measures move when weights are rounded"),
+        "atlas": ("atlas", "One HTML page of the maps of many models and tasks"),
         "redundancy": ("redundancy", "The loss as blocks are dropped or swapped"),
         "compare-trajectories": (
             "trajectories",

@@ -14,6 +14,7 @@ from tl_coupling.comparisons.maps import CouplingMap, PerPair
 from tl_coupling.comparisons.means import MeanCouplingMap
 from tl_coupling.measures import AnyMeasure, facts_of_own, measure_named, words_of
 from tl_coupling.results import (
+    DIVERGING,
     RANDOM_SUBSPACES,
     DifferentPrompts,
     Saved,
@@ -21,6 +22,7 @@ from tl_coupling.results import (
     check_alike,
     check_one_model,
     prompt_name,
+    small_map_html,
     tidy_table,
 )
 from tl_coupling.statistics import (
@@ -169,6 +171,21 @@ class Comparison(Saved):
         words = words_of(self.measure)
         title = f"depth {words}, mean over pairs of different layers"
         return ShortTable.of(title, [], numbers, [row], caption)
+
+    def _small_picture(self) -> str:
+        """Return the map of differences as HTML."""
+        different = self.differences.where(
+            ~self.own_pairs.to(self.differences.device), torch.nan
+        )
+        # 1 where nothing differs, or nothing is defined.
+        top = float(different.nan_to_num(0).abs().max()) or 1.0
+        caption = (
+            f"second − first at k = {self.k}, from −{top:.3f} (blue) to {top:.3f} (red); "
+            "row: layer of J₁; column: layer of the singular vectors; grey: a layer with "
+            "itself, or undefined"
+        )
+        pixels = different.detach().cpu().double().numpy()
+        return small_map_html(pixels, (-top, top), DIVERGING, caption)
 
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return a tidy table: one row for each pair of layers.

@@ -36,10 +36,12 @@ from tl_coupling.measures import (
 )
 from tl_coupling.results import (
     RANDOM_SUBSPACES,
+    SEQUENTIAL,
     Saved,
     ShortTable,
     changes_in_words,
     plural,
+    small_map_html,
 )
 from tl_coupling.spectra import check_k
 from tl_coupling.statistics import Interval
@@ -51,7 +53,8 @@ if TYPE_CHECKING:
 PerPair = Float[Tensor, "n_rows n_cols"]
 # Measures that are saved and tabulated for every pair at every k.
 _TABULATED = ("coupling", "normalized_miscoupling", "null")
-# The number of singular vectors that a short table shows, beside the largest.
+# The number of singular vectors that a short table shows, beside the largest, and that
+# of the small picture below it.
 _SHOWN_K = 10
 # `p` and `absolute`, as keywords of a public method.
 Options = Mapping[str, Any]
@@ -784,6 +787,24 @@ class CouplingMap(Saved):
             )
         caption = "\n".join(lines)
         return ShortTable.of(title, [], ["k", "coupling", "null"], rows, caption)
+
+    def _small_picture(self) -> str:
+        """Return the map of coupling at k = 10, or at the largest k below, as HTML."""
+        k = min(_SHOWN_K, self.k)
+        own = self.own_pairs()
+        values = self.coupling(k)
+        # A map of one connection has its own pair only.
+        different = values if own.all() else values.where(~own, torch.nan)
+        # 1 for a map in which nothing is coupled, or defined.
+        top = float(different.nan_to_num(0).max()) or 1.0
+        side = "layer" if self.kind == "depth" else "token"
+        caption = (
+            f"coupling of every pair at k = {k}, from 0 (dark) to {top:.3f} (bright); "
+            f"row: {side} of J₁; column: {side} of the singular vectors; grey: a {side} "
+            "with itself, or undefined"
+        )
+        pixels = different.detach().cpu().double().numpy()
+        return small_map_html(pixels, (0.0, top), SEQUENTIAL, caption)
 
     def _test_in_words(self) -> str:
         """Return which test gives p."""

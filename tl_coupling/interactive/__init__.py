@@ -9,6 +9,7 @@ views takes `circuitsvis_script()` once and `view.body` of each.
 """
 # ruff: noqa: F401
 
+from tl_coupling.interactive.atlas import atlas_script, show_atlas
 from tl_coupling.interactive.explorer import explore, explorer_script, show_coupling
 from tl_coupling.interactive.views import (
     VIEW_STYLE,
@@ -24,6 +25,7 @@ __all__ = [
     "View",
     "circuitsvis_script",
     "explore",
+    "show_atlas",
     "show_coupling",
     "show_layers_by_token",
     "show_token_coupling",

@@ -5,7 +5,7 @@ const UNDEFINED = 65535;
 const share = code => code === UNDEFINED ? NaN : code / (UNDEFINED - 1);
 // Entries of matrices are the upper halves of numbers of 32 bits.
 const entries = codes => new Float32Array(Uint32Array.from(codes, code => code << 16).buffer);
-const digits = value => Number.isNaN(value) ? "undefined" : value.toFixed(3);
+const digits = value => Number.isNaN(value) ? "undefined" : value.toFixed(3).replace("-", "−");
 const inChance = (value, chance) => chance > 0 && !Number.isNaN(value) ? `${(value / chance).toFixed(1)} × chance` : "";
 const mix = (colors, at) => colors[Math.round(Math.min(1, Math.max(0, at)) * (colors.length - 1))];
 const between = (value, low, high) => Math.min(high, Math.max(low, value));
@@ -23,21 +23,35 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
-// `changed` is called with {k, pair, run} whenever a reader has chosen another; `choose` of what is returned sets them.
-function exploreCoupling(root, map, changed = () => {}) {
-  const nRows = map.rows.length, nCols = map.cols.length, m = map.matrix_k, largestK = map.largest_k;
+// Many runs, such as steps of training, are gone through by a slider; few stand side by side.
+const isSeriesOf = map => map.runs.length > map.most_side_by_side;
+// An address says what is shown: k=10&pair=8,10
+function addressOf(map, {k, pair, run}) {
+  return `k=${k}&pair=${map.row_keys[pair[0]]},${map.col_keys[pair[1]]}${isSeriesOf(map) ? `&run=${run}` : ""}`;
+}
+function choiceIn(map, address) {
+  const [row, col] = (address.get("pair") || "").split(",");
+  return {k: address.get("k"), pair: [map.row_keys.indexOf(Number(row || NaN)), map.col_keys.indexOf(Number(col || NaN))], run: address.get("run")};
+}
+
+// `changed` is called with {k, pair, run} whenever a reader has chosen another, in place of the page's address; `choose` of what
+// is returned sets them.
+function exploreCoupling(root, map, changed = null) {
+  const nRows = map.rows.length, nCols = map.cols.length, m = map.matrix_k;
+  // Every k that the values are known at, in order; places in it count from 1, as the k of a whole map do.
+  const ks = map.ks, largestK = ks.at(-1);
+  const placeOf = k => ks.indexOf(Number(k)) + 1;
   const runs = map.runs.map((run, index) => ({
     ...run, color: LINES[index % LINES.length],
     codes: new Uint16Array(bytes(run.values).buffer), A: entries(new Uint16Array(bytes(run.matrices).buffer))}));
-  // Many runs, such as steps of training, are gone through by a slider; few stand side by side.
-  const isSeries = runs.length > map.most_side_by_side;
+  const isSeries = isSeriesOf(map);
   const state = {run: 0, k: map.first_k, row: map.pair[0], col: map.pair[1], isDifference: false};
   const chosen = {row: state.row, col: state.col};
   const shownRuns = () => isSeries ? [runs[state.run]] : runs;
 
-  const valueOf = (run, k, row, col) => share(run.codes[((k - 1) * nRows + row) * nCols + col]);
+  const valueOf = (run, k, row, col) => share(run.codes[((placeOf(k) - 1) * nRows + row) * nCols + col]);
   const isOwn = (row, col) => map.row_ids[row] === map.col_ids[col];
-  const chanceOf = (run, k, row) => run.nulls[k - 1][row];
+  const chanceOf = (run, k, row) => run.nulls[placeOf(k) - 1][row];
   const entry = (run, a, b) => run.A[((state.row * nCols + state.col) * m + a) * m + b];
 
   function overPairs(run, k, fold, start) {
@@ -71,7 +85,7 @@ function exploreCoupling(root, map, changed = () => {}) {
   const slider = (name, label, attributes) => element("label", {class: "tlc-slider"}, element("output", {part: label}), " ",
     element("input", {type: "range", part: name, ...attributes}));
   const controls = element("div", {class: "tlc-controls"},
-    slider("slider", "k", {min: 1, max: largestK, value: state.k, "aria-label": "number of top singular vectors, k"}));
+    slider("slider", "k", {min: 1, max: ks.length, value: placeOf(state.k), "aria-label": "number of top singular vectors, k"}));
   if (isSeries) controls.prepend(
     slider("runs", "run", {min: 0, max: runs.length - 1, value: 0, "aria-label": "run"}), element("button", {type: "button", part: "play"}, "play"));
   if (runs.length === 2) controls.append(element("label", {}, element("input", {type: "checkbox", part: "difference"}),
@@ -142,7 +156,8 @@ function exploreCoupling(root, map, changed = () => {}) {
     part("beyond").textContent = `${goesBeyond ? "and above; " : ""}the mark is chance, ${digits(chance)}`;
     part("difference-scale").hidden = !state.isDifference;
     part("k").textContent = `k = ${state.k}`;
-    part("slider").value = state.k;
+    part("slider").value = placeOf(state.k);
+    part("slider").setAttribute("aria-valuetext", state.k);
     if (isSeries) { part("run").textContent = runs[state.run].name; part("runs").value = state.run; }
   }
 
@@ -164,6 +179,8 @@ function exploreCoupling(root, map, changed = () => {}) {
   }
 
   function drawMatrices() {
+    // A map may hold values alone.
+    if (!m) return;
     const n = Math.min(state.k, m);
     // One scale for the pair's matrices of all runs: a twin's noise must not look like structure.
     let most = 0;
@@ -187,22 +204,22 @@ function exploreCoupling(root, map, changed = () => {}) {
 
   function drawCurves() {
     const width = 300, height = 80;
+    const across = k => (largestK > ks[0] ? (k - ks[0]) / (largestK - ks[0]) : .5) * width;
     const path = (valueAt, style) => {
       let steps = "", isDown = false;
-      for (let k = 1; k <= largestK; k++) {
+      for (const k of ks) {
         const value = valueAt(k);
         if (Number.isNaN(value)) { isDown = false; continue; }
-        steps += `${isDown ? "L" : "M"}${(largestK > 1 ? (k - 1) / (largestK - 1) : .5) * width},${(1 - between(value, 0, 1)) * height}`;
+        steps += `${isDown ? "L" : "M"}${across(k)},${(1 - between(value, 0, 1)) * height}`;
         isDown = true;
       }
       return `<path d="${steps}" fill="none" vector-effect="non-scaling-stroke" ${style}/>`;
     };
-    const at = (largestK > 1 ? (state.k - 1) / (largestK - 1) : .5) * width;
     const lines = [path(k => chanceOf(shownRuns()[0], k, state.row), 'stroke="currentColor" stroke-dasharray="4 3"')];
     for (const run of [...shownRuns()].reverse()) lines.push(path(k => valueOf(run, k, state.row, state.col), `stroke="${run.color}" stroke-width="2.5"`));
     part("curves").innerHTML = `<span>1</span><svg viewBox="0 0 ${width} ${height}" preserveAspectRatio="none" aria-hidden="true">`
-      + `<path d="M0,${height}H${width}M${at},0V${height}" stroke="currentColor" opacity=".45" vector-effect="non-scaling-stroke"/>${lines.join("")}</svg>`
-      + `<span>0</span><span>k = 1</span><span>${largestK}</span>`;
+      + `<path d="M0,${height}H${width}M${across(state.k)},0V${height}" stroke="currentColor" opacity=".45" vector-effect="non-scaling-stroke"/>${lines.join("")}</svg>`
+      + `<span>0</span><span>k = ${ks[0]}</span><span>${largestK}</span>`;
   }
 
   function drawDirections() {
@@ -230,24 +247,16 @@ function exploreCoupling(root, map, changed = () => {}) {
   }
   const redraw = () => { drawMaps(); drawPair(); };
 
-  // --- the address of a page says what is shown: #k=10&pair=8,10
+  // --- the address of a page says what is shown
   const page = root.closest("[data-address]");
-  const hasAddress = page !== null && page.querySelector(".tlc-explorer") === root;
-  function writeAddress() {
-    const run = isSeries ? `&run=${state.run}` : "";
-    history.replaceState(null, "", `#k=${state.k}&pair=${map.row_keys[chosen.row]},${map.col_keys[chosen.col]}${run}`);
-  }
-  function readAddress() {
-    const address = new URLSearchParams(location.hash.slice(1));
-    const [row, col] = (address.get("pair") || "").split(",");
-    choose({k: address.get("k"), pair: [map.row_keys.indexOf(Number(row || NaN)), map.col_keys.indexOf(Number(col || NaN))], run: address.get("run")});
-  }
+  const hasAddress = changed === null && page !== null && page.querySelector(".tlc-explorer") === root;
+  const readAddress = () => choose(choiceIn(map, new URLSearchParams(location.hash.slice(1))));
 
   // --- choosing
   const isNumber = (value, low, high) => value !== null && value !== undefined && Number.isInteger(Number(value)) && value >= low && value <= high;
   // What is not in the map is left as it is.
   function choose({k, pair, run}) {
-    if (isNumber(k, 1, largestK)) state.k = Number(k);
+    if (placeOf(k ?? NaN)) state.k = Number(k);
     if (isNumber(run, 0, runs.length - 1) && isSeries) state.run = Number(run);
     if (pair && isNumber(pair[0], 0, nRows - 1) && isNumber(pair[1], 0, nCols - 1)) {
       chosen.row = state.row = pair[0];
@@ -257,8 +266,9 @@ function exploreCoupling(root, map, changed = () => {}) {
   }
   function chooseAsReader(choice) {
     choose(choice);
-    if (hasAddress) writeAddress();
-    changed({k: state.k, pair: [chosen.row, chosen.col], run: state.run});
+    const shown = {k: state.k, pair: [chosen.row, chosen.col], run: state.run};
+    if (hasAddress) history.replaceState(null, "", `#${addressOf(map, shown)}`);
+    changed?.(shown);
   }
   const point = (row, col) => { state.row = row; state.col = col; drawPair(); };
   const moves = {ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1]};
@@ -279,7 +289,7 @@ function exploreCoupling(root, map, changed = () => {}) {
       chooseAsReader({pair: [between(chosen.row + move[0], 0, nRows - 1), between(chosen.col + move[1], 0, nCols - 1)]});
     });
   }
-  part("slider").addEventListener("input", event => chooseAsReader({k: event.target.value}));
+  part("slider").addEventListener("input", event => chooseAsReader({k: ks[event.target.value - 1]}));
   part("difference")?.addEventListener("change", event => { state.isDifference = event.target.checked; redraw(); });
   part("runs")?.addEventListener("input", event => chooseAsReader({run: event.target.value}));
   let clock = null;

@@ -30,7 +30,7 @@ _DOTS_PER_INCH = 100
 # Words that a direction writes.
 _N_WORDS = 6
 # More runs than this, such as steps of training, are gone through by a slider.
-_MOST_SIDE_BY_SIDE = 4
+MOST_SIDE_BY_SIDE = 4
 
 
 class ExplorerData(NamedTuple):
@@ -98,9 +98,8 @@ def _numbers_of_all(
         "row_layers": list(first.row_layers),
         "col_layers": list(first.col_layers),
         "first_k": first_k,
-        "largest_k": largest_k,
+        "ks": list(range(1, largest_k + 1)),
         "matrix_k": matrix_k,
-        "most_side_by_side": _MOST_SIDE_BY_SIDE,
         "pair": _strongest_pair(first, first_k),
         "runs": [
             _numbers(name, result, largest_k, matrix_k) for name, result in runs.items()
@@ -108,9 +107,17 @@ def _numbers_of_all(
         "directions": written_directions(
             [decoded] if isinstance(decoded, Decoded) else decoded
         ),
+        **color_scales(),
+    }
+
+
+def color_scales() -> dict[str, Any]:
+    """Return the colours of every map, and how many maps stand side by side."""
+    return {
         "sequential": _colors(str(rcParams["image.cmap"])),
         "diverging": _colors("RdBu_r"),
         "undefined_color": _UNDEFINED_COLOR,
+        "most_side_by_side": MOST_SIDE_BY_SIDE,
     }
 
 
@@ -119,7 +126,7 @@ def _describe(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) -> st
     n_rows, n_cols = len(numbers["rows"]), len(numbers["cols"])
     name = (
         f"the coupling of {n_rows} × {n_cols} {numbers['side']}s, "
-        f"k ≤ {numbers['largest_k']}"
+        f"k ≤ {numbers['ks'][-1]}"
     )
     if any(runs):
         name += f": {', '.join(runs)}"
@@ -129,7 +136,7 @@ def _describe(runs: Mapping[str, CouplingMap], numbers: Mapping[str, Any]) -> st
 def _draw_picture(runs: Mapping[str, CouplingMap], k: int) -> bytes:
     """Return the maps side by side as PNG; of many, the first and the last."""
     shown = dict(runs)
-    if len(runs) > _MOST_SIDE_BY_SIDE:
+    if len(runs) > MOST_SIDE_BY_SIDE:
         names = list(runs)
         shown = {name: runs[name] for name in (names[0], names[-1])}
     with off_screen():
@@ -180,11 +187,6 @@ def _numbers(name: str, result: CouplingMap, largest_k: int, m: int) -> dict[str
     result.check_finite()
     table = result.to_dataset()
     values = table["coupling"].values[:largest_k]
-    codes = np.where(
-        np.isnan(values),
-        _UNDEFINED,
-        np.rint(np.clip(np.nan_to_num(values), 0, 1) * _LARGEST_CODE),
-    )
     nulls = table["null"].values[:largest_k, :, 0]
     sigma = result.singular_values[:, :m].cpu()
     # The upper half of a float32: every entry has an exponent of its own, so that weak
@@ -192,11 +194,21 @@ def _numbers(name: str, result: CouplingMap, largest_k: int, m: int) -> dict[str
     upper_halves = result.matrices[..., :m, :m].detach().cpu().bfloat16()
     return {
         "name": name,
-        "values": _base64(codes.astype("<u2")),
+        "values": coded_values(values),
         "nulls": np.round(np.nan_to_num(nulls), 5).tolist(),
         "sigma": [[float(f"{s:.4g}") for s in row] for row in sigma.tolist()],
         "matrices": _base64(upper_halves.view(torch.int16).numpy().astype("<i2")),
     }
+
+
+def coded_values(values: np.ndarray) -> str:
+    """Return values from 0 to 1, in 16 bits each, as text; NaN has a code of its own."""
+    codes = np.where(
+        np.isnan(values),
+        _UNDEFINED,
+        np.rint(np.clip(np.nan_to_num(values), 0, 1) * _LARGEST_CODE),
+    )
+    return _base64(codes.astype("<u2"))
 
 
 def _base64(array: np.ndarray) -> str:

@@ -75,7 +75,7 @@ class Explorer(anywidget.AnyWidget):
     @traitlets.validate("k")
     def _check_k(self, proposal: Any) -> int:
         k = int(proposal["value"])
-        largest_k = self.numbers["largest_k"]
+        largest_k = self.numbers["ks"][-1]
         if not 1 <= k <= largest_k:
             raise traitlets.TraitError(f"`k` must be 1 to {largest_k}, got {k}")
         return k

@@ -32,6 +32,12 @@ from tl_coupling.results.provenance import (
 )
 from tl_coupling.results.saved import Saved
 from tl_coupling.results.short_tables import ShortTable, interval_text, plural
+from tl_coupling.results.small_maps import (
+    DIVERGING,
+    SEQUENTIAL,
+    small_map,
+    small_map_html,
+)
 from tl_coupling.results.tables import tidy_table
 
 __all__ = ["Saved"]

@@ -84,8 +84,15 @@ class Saved:
         columns = self.to_dataframe().drop(columns=_NAMED_IN_TITLE, errors="ignore")
         return first_rows(repr(self), columns.to_dict("list"))
 
+    def _small_picture(self) -> str:
+        """Return a small picture as HTML, which a notebook shows below the table.
+
+        Most results have none.
+        """
+        return ""
+
     def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
+        return self.table()._repr_html_() + self._small_picture()
 
     def to_dataset(self) -> "xarray.Dataset":
         """Return the result as an `xarray.Dataset`.

@@ -115,6 +115,12 @@ COMMANDS = (
         reads="tiny-survey",
     ),
     _command(
+        "tiny-atlas",
+        *("--maps", "tiny-survey"),
+        suffix=".html",
+        reads="tiny-survey",
+    ),
+    _command(
         "tiny-redundancy",
         *("--model", LLAMA, "--prompts", WORD_PROMPTS, "--k", "2", "--k", "4"),
     ),

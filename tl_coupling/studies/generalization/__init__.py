@@ -24,6 +24,7 @@ from tl_coupling.studies.generalization.study_result import Generalization
 from tl_coupling.studies.generalization.tasks import (
     fits_across_tasks,
     split_by_task,
+    task_maps,
     task_means,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "paper_table1",
     "prompt_correlations",
     "read_scores",
+    "task_maps",
     "task_means",
 ]

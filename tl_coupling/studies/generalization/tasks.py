@@ -8,6 +8,7 @@ import xarray
 from jaxtyping import Float
 
 from tl_coupling.arguments import Count, Seed, checked
+from tl_coupling.comparisons import CouplingMap
 from tl_coupling.measures import AnyMeasure, measure_named
 from tl_coupling.statistics import (
     ALL_PROMPTS,
@@ -24,8 +25,15 @@ from tl_coupling.studies.generalization.model_tables import (
     coupling_table,
     prompt_table,
 )
-from tl_coupling.studies.surveys import pairs_of_layers
+from tl_coupling.studies.surveys import (
+    UNTRAINED,
+    pairs_of_layers,
+    select_orientation,
+    step_order,
+)
 
+# Of a map that holds every k.
+_SHOWN_KS = (3, 10, 30)
 _COLUMNS = (
     "model",
     "checkpoint",
@@ -122,6 +130,104 @@ def task_means(
         "pairs": pairs_of_layers(data),
     }
     return table
+
+
+@checked
+def task_maps(data: xarray.Dataset | CouplingMap) -> xarray.Dataset:
+    """Return the mean map of every model and checkpoint on each task.
+
+    `interactive.show_atlas` shows them.
+
+    Args:
+        data: of `open_survey`, `run_survey`, `checkpoint_sweep` or `measure_prompts`; a
+            map of layers, whose task is its prompt, at k = 3, 10, 30 and all that it
+            holds; or what this function returned, which stays as it is.
+
+    Returns:
+        a Dataset over `model`, `checkpoint` and `task` (prompts without a task are left
+        out where others have one; else it is "all prompts"): `coupling`, the mean over
+        the prompts of the task that were measured, `[… k layer other_layer]`;
+        `null_coupling`, what random subspaces would give, `[… k]`; and `n_prompts`. Of
+        two orientations the first.
+
+    Raises:
+        ValueError: there are no maps of layers in the data.
+
+    Example:
+        >>> settings = tlc.Settings(k=(2, 4))
+        >>> sums = [tlc.Prompt("w1 w2 w3", "a", "sums"), tlc.Prompt("w4 w5", "b", "sums")]
+        >>> maps = tlc.generalization.task_maps(
+        ...     tlc.surveys.measure_prompts(model, sums, settings)
+        ... )
+        >>> dict(maps["coupling"].sizes)
+        {'model': 1, 'checkpoint': 1, 'task': 1, 'k': 2, 'layer': 2, 'other_layer': 2}
+    """
+    if isinstance(data, CouplingMap):
+        return _map_of_prompt(data)
+    if "task" in data.dims:
+        return data
+    data = select_orientation(data)
+    dims_of_map = data["coupling"].dims if "coupling" in data else ()
+    if not {"prompt", "k", "layer", "other_layer"} <= set(dims_of_map):
+        raise ValueError(
+            "wanted a survey with a map of coupling for each prompt, there is none in the "
+            f"data: {', '.join(map(str, data.data_vars)) or 'nothing'}"
+        )
+    names = {"model": str(data.attrs.get("model") or "model"), "checkpoint": "main"}
+    for dim, name in names.items():
+        if dim not in data.dims:
+            data = data.drop_vars(dim, errors="ignore").expand_dims({dim: [name]})
+    data = data.sel(
+        checkpoint=sorted(data["checkpoint"].values.tolist(), key=step_order)
+    )
+    maps = {
+        task: _mean_map(part)
+        for task, part in (split_by_task(data) or {ALL_PROMPTS: data}).items()
+    }
+    return xarray.concat(
+        list(maps.values()), xarray.Variable("task", list(maps))
+    ).transpose("model", "checkpoint", "task", ...)
+
+
+def _mean_map(part: xarray.Dataset) -> xarray.Dataset:
+    """Return the mean over the prompts of a task, and how many were measured."""
+    is_measured = part["coupling"].notnull().any(["k", "layer", "other_layer"])
+    return xarray.Dataset(
+        {
+            "coupling": part["coupling"].mean("prompt"),
+            "null_coupling": part["null_coupling"].mean("prompt"),
+            "n_prompts": is_measured.sum("prompt"),
+        }
+    )
+
+
+def _map_of_prompt(result: CouplingMap) -> xarray.Dataset:
+    """Return a map of layers as that of a task."""
+    if result.kind != "depth":
+        raise ValueError(
+            f"wanted a map of layers, of `depth_coupling`, got one of kind {result.kind!r}"
+        )
+    ks = sorted({*(k for k in _SHOWN_KS if k < result.k), result.k})
+    values = np.stack([result.coupling(k).cpu().numpy() for k in ks])
+    facts = result.provenance
+    checkpoint = UNTRAINED if facts.get("untrained") else facts.get("checkpoint")
+    single = xarray.Dataset(
+        {
+            "coupling": (["k", "layer", "other_layer"], values),
+            "null_coupling": ("k", [result.null(k) for k in ks]),
+            "n_prompts": result.n_prompts,
+        },
+        {
+            "k": ks,
+            "layer": list(result.row_layers),
+            "other_layer": list(result.col_layers),
+        },
+    )
+    return single.expand_dims(
+        model=[str(facts.get("model") or "model")],
+        checkpoint=["main" if checkpoint is None else checkpoint],
+        task=[str(facts.get("prompt") or ALL_PROMPTS)],
+    )
 
 
 def _mean(part: xarray.Dataset, name: str) -> float:
