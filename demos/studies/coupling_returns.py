@@ -59,6 +59,7 @@ OPTIONS: list[tuple[str, Any, str]] = [
     ("save-minutes", 3.0, "between two writings of a model's state"),
     ("device", "cpu", "of training and measuring: cpu or cuda"),
     ("characters", small.MAX_CHARACTERS, "of the text, at most"),
+    ("little", 0, "tokens to learn from; 0 for the whole text"),
     ("pilots", 2, "seeds that say where the peak and the trough lie"),
     ("seeds", 6, "further seeds, on which the rise is tested"),
     ("first-seed", 0, "the first of all seeds"),
@@ -104,7 +105,7 @@ class Design:
         training, held_out: windows on which losses are taken.
         passages: held out; coupling is measured at the last token of each.
         k: singular vectors.
-        steps: at which a model is measured.
+        last_step, per_octave: when a model is measured, see `measured_steps`.
         device: of training and measuring.
         save_seconds: between two writings of a model's state.
         out: the folder.
@@ -116,20 +117,26 @@ class Design:
     held_out: Int[Tensor, "n n_ctx"]
     passages: Int[Tensor, "n n_ctx"]
     k: int
-    steps: tuple[int, ...]
+    last_step: int
+    per_octave: int
     device: str
     save_seconds: float
     out: Path
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """At which a model is measured."""
+        return measured_steps(self.last_step, self.per_octave)
+
     def state_path(self, config: small.TrainingConfig) -> Path:
         """Return where a model's state is: a name for all that its curve depends on."""
         digest = small.digest_of(
-            # A constant rate does not depend on the number of steps.
+            # Neither a constant rate nor the order of windows depends on their number.
             asdict(replace(config, steps=0)),
             self.text_digest,
             (self.training.tolist(), self.held_out.tolist(), self.passages.tolist()),
             self.k,
-            self.steps,
+            self.per_octave,
             tlc.__version__,
         )
         return self.out / "models" / f"seed{config.seed}-{digest}.pt"
@@ -172,8 +179,8 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 def configs_of(arguments: argparse.Namespace) -> list[small.TrainingConfig]:
     """Return how each model is trained: the pilots, then the others."""
-    names = ("width", "n_layers", "vocabulary", "n_ctx", "batch", "steps")
-    names += ("learning_rate", "warmup", "weight_decay")
+    names = ["width", "n_layers", "vocabulary", "n_ctx", "batch", "steps"]
+    names += ["learning_rate", "warmup", "weight_decay"]
     base = small.TrainingConfig(
         **{name: getattr(arguments, name) for name in names},
         n_heads=max(1, arguments.width // 32),
@@ -263,12 +270,13 @@ def brought_to(config: small.TrainingConfig, step: int, design: Design) -> Progr
         return Progress(rows, seconds)
 
     saved = start
+    measured_at = set(design.steps)
     left = islice(batches_after(n_done, config, design.tokens), step - n_done)
     batches = (batch.to(design.device) for batch in left)
     steps = small.learn(model, config, batches, optimizer=optimizer, n_done=n_done)
     for reached, _ in steps:
         # What an interrupted study had reached was measured before it was written.
-        if reached in design.steps and not (rows and rows[-1]["step"] == reached):
+        if reached in measured_at and not (rows and rows[-1]["step"] == reached):
             rows.append({"step": reached} | measured(model, design))
         if time.monotonic() - saved > design.save_seconds:
             save(reached)
@@ -290,7 +298,7 @@ def measured(model: Any, design: Design) -> dict[str, float]:
     rows = []
     for ids in design.passages.to(device):
         with torch.no_grad():
-            trace = tlc.trace_modules(blocks, lambda ids=ids: model(ids[None]))
+            trace = tlc.trace_modules(blocks, partial(model, ids[None]))
         J = tlc.block_jacobians(trace, progress=False)
         depth = tlc.comparisons.jacobian_coupling(J, design.k)
         rest = tlc.comparisons.jacobian_coupling(without_identity(J), design.k)
@@ -317,6 +325,8 @@ def design_of(arguments: argparse.Namespace) -> Design:
         small.read_documents(arguments.text, arguments.characters),
         arguments.vocabulary,
     )
+    if arguments.little:
+        corpus = corpus.subset(arguments.little)
     held_out = corpus.held_out_tokens
     return Design(
         tokens=corpus.tokens,
@@ -325,7 +335,8 @@ def design_of(arguments: argparse.Namespace) -> Design:
         held_out=windows_of(held_out, arguments.n_ctx, arguments.windows),
         passages=windows_of(held_out, arguments.n_ctx, arguments.passages),
         k=arguments.k,
-        steps=measured_steps(arguments.steps, arguments.per_octave),
+        last_step=arguments.steps,
+        per_octave=arguments.per_octave,
         device=arguments.device,
         save_seconds=60 * arguments.save_minutes,
         out=arguments.out,
@@ -343,6 +354,7 @@ def table_of(
     for number, (run, config) in enumerate(zip(runs, configs, strict=True)):
         role = PILOT if number < n_pilots else MAIN
         known = {"width": config.width, "n_layers": config.n_layers, "k": design.k}
+        known |= {"text_tokens": len(design.tokens)}
         known |= {"chance": mean_random_coupling(design.k), "seed": config.seed}
         table = pandas.DataFrame(run.rows).assign(**known, role=role)
         tokens_in_step = config.batch * config.n_ctx
@@ -352,9 +364,12 @@ def table_of(
     return pandas.concat(tables, ignore_index=True)
 
 
-def table_name(config: small.TrainingConfig) -> str:
+def table_name(config: small.TrainingConfig, design: Design) -> str:
     """Return the name of a setting's table."""
-    return f"curves-width{config.width}-layers{config.n_layers}.csv"
+    return (
+        f"curves-width{config.width}-layers{config.n_layers}-"
+        f"text{len(design.tokens)}.csv"
+    )
 
 
 def study(arguments: argparse.Namespace) -> None:
@@ -382,7 +397,7 @@ def study(arguments: argparse.Namespace) -> None:
             before = step
             table = table_of(runs, configs, design, arguments.pilots)
             save = partial(table.to_csv, index=False, float_format="%.5g")
-            write_atomically(out / table_name(configs[0]), save)
+            write_atomically(out / table_name(configs[0], design), save)
         # As `--table` reads them, so that both print the same.
         curves = read_curves(out)
         print_report(curves)

@@ -13,8 +13,8 @@ from treatment_report import paired
 # All of this was decided before the models were trained: see coupling_returns.md.
 PILOT = "pilot"
 MAIN = "main"
-# The smallest rise of interest: a tenth of the fall that was seen before.
-MARGIN = 0.03
+# The smallest rise of interest: about a sixth of the fall that was seen before.
+MARGIN = 0.05
 # Nats by which a model's held-out loss may lie above its lowest.
 OVERFITTED = 0.03
 OUTCOMES = {
@@ -23,7 +23,7 @@ OUTCOMES = {
         "Coupling without each block's best multiple of the identity"
     ),
 }
-SETTING = ["width", "n_layers", "k"]
+SETTING = ["width", "n_layers", "text_tokens", "k"]
 SHOWN = [
     *OUTCOMES,
     "identity_share",
@@ -111,10 +111,11 @@ def verdict_of(course: Course) -> Verdict:
 
     The pilots' highest octave is the peak, and their lowest after it, but for the last,
     the trough. On the other seeds, paired: the fall, from the peak to the pilots' lowest
-    octave after it, is shown where its 95 % interval lies above 0. An octave is risen where the interval of its rise from the trough lies
-    above 0 and the mean is at least `MARGIN`. It "rises" where the last octave is risen,
-    from the earliest octave on from which all are. It "stays down" where the interval of
-    each octave after the trough ends below `MARGIN`.
+    octave after it, is shown where its 95 % interval lies above 0. An octave is risen
+    where the interval of its rise from the trough lies above 0 and the mean is at least
+    `MARGIN`. It "rises" where the last octave is risen, from the earliest octave on from
+    which all are. It "stays down" where the interval of each octave after the trough
+    ends below `MARGIN`.
     """
     pilots = course.pilots.mean(axis=1)
     last = int(pilots.index[-1])
@@ -162,26 +163,27 @@ def sentence_of(course: Course, verdict: Verdict, name: str) -> str:
         return f"{name}: not decided whether it comes back; {verdict.reason}."
     fall = with_interval(verdict.fall)
     final = with_interval(verdict.rises.loc[last].to_dict())
+    trough = " to ".join(map(in_tokens, course.tokens.loc[verdict.trough]))
     n = course.seeds.shape[1]
     numbers = f"fall {fall}, then {final} at the end; {n} seeds, 95 % intervals"
     if verdict.kind == "rises":
         risen = verdict.risen
-        first, end = (in_tokens(course.tokens.loc[risen, c]) for c in ("min", "max"))
+        place = " to ".join(map(in_tokens, course.tokens.loc[risen]))
         share = verdict.rises.loc[last, "difference"] / verdict.fall["difference"]
         passes = course.passes[risen]
         read = (
-            "before the text ends for the first time"
+            "before the text was read once"
             if passes <= 1
-            else f"when the text was read {passes:.1f} times"
+            else f"when the text was read {passes:.1f} times, which may be why"
         )
         return (
-            f"{name} falls, then rises at {first} to {end} tokens, {read}; at {until} "
+            f"{name} falls, then rises at {place} tokens, {read}; at {until} "
             f"tokens {share:.0%} of the fall has come back ({numbers})."
         )
     if verdict.kind == "stays down":
         return (
-            f"{name} falls and stays down up to {until} tokens: a rise of {MARGIN:g} is "
-            f"excluded ({numbers})."
+            f"{name} falls and stays down up to {until} tokens: a rise of {MARGIN:g} "
+            f"from where it is at {trough} tokens is excluded ({numbers})."
         )
     return (
         f"{name}: not decided whether it comes back by {until} tokens; "
@@ -211,8 +213,8 @@ def octaves_table(
     table = pandas.DataFrame(
         {
             "tokens": [
-                f"{in_tokens(row['min'])} to {in_tokens(row['max'])}"
-                for _, row in course.tokens.iterrows()
+                " to ".join(map(in_tokens, of_octave))
+                for of_octave in course.tokens.to_numpy()
             ],
             "passes": course.passes.map("{:.2f}".format),
             "pilots": course.pilots.mean(axis=1).map("{:.3f}".format),
@@ -239,20 +241,24 @@ def print_report(curves: pandas.DataFrame) -> None:
         print_setting(key, of_setting)
 
 
-def print_setting(key: tuple[int, int, int], curves: pandas.DataFrame) -> None:
+def print_setting(key: tuple[int, int, int, int], curves: pandas.DataFrame) -> None:
     """Print one setting."""
-    width, n_layers, k = key
+    width, n_layers, text_tokens, k = key
+    if not curves["step"].any():
+        print(
+            f"Width {width}, {n_layers} blocks: no step was trained; give more minutes"
+        )
+        return
     n_seeds = curves.groupby("role")["seed"].nunique()
     untrained = curves[curves["step"] == 0]["coupling"].mean()
     first = curves[curves["step"] > 0].iloc[0]
-    pass_tokens = first["tokens"] / first["passes"]
     print(
         f"Width {width}, {n_layers} blocks, k = {k}: {n_seeds.get(PILOT, 0)} pilots and "
         f"{n_seeds.get(MAIN, 0)} further seeds, whose means are shown by octaves of steps"
     )
     print(
         f"Coupling by chance {first['chance']:.3f}, untrained {untrained:.3f}; the text "
-        f"is read for the first time until {in_tokens(pass_tokens)} tokens"
+        f"is read for the first time until {in_tokens(text_tokens)} tokens"
     )
     counted = last_counted(curves)
     reached = curves.groupby("seed")["step"].max()
@@ -285,7 +291,7 @@ def draw(curves: pandas.DataFrame) -> Figure:
     settings = list(curves.groupby(SETTING, sort=False))
     figure = labels.new_figure(labels.PHONE_WIDTH, 6.0)
     grid = figure.subplots(2, len(settings), sharex="col", squeeze=False)
-    for column, ((width, n_layers, _), of_setting) in enumerate(settings):
+    for column, ((width, n_layers, *_), of_setting) in enumerate(settings):
         above, below = grid[:, column]
         for _, of_seed in of_setting.groupby("seed"):
             trained = of_seed[of_seed["step"] > 0]
