@@ -395,9 +395,15 @@ def study(arguments: argparse.Namespace) -> None:
             seconds = sum(run.seconds for run in runs)
             seconds_per_step = seconds / (len(runs) * max(1, step))
             before = step
+            if not step:
+                continue
             table = table_of(runs, configs, design, arguments.pilots)
             save = partial(table.to_csv, index=False, float_format="%.5g")
             write_atomically(out / table_name(configs[0], design), save)
+        if not before:
+            raise ValueError(
+                f"wanted time for a step, got `--minutes {arguments.minutes:g}`: give more"
+            )
         # As `--table` reads them, so that both print the same.
         curves = read_curves(out)
         print_report(curves)

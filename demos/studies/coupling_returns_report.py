@@ -244,11 +244,6 @@ def print_report(curves: pandas.DataFrame) -> None:
 def print_setting(key: tuple[int, int, int, int], curves: pandas.DataFrame) -> None:
     """Print one setting."""
     width, n_layers, text_tokens, k = key
-    if not curves["step"].any():
-        print(
-            f"Width {width}, {n_layers} blocks: no step was trained; give more minutes"
-        )
-        return
     n_seeds = curves.groupby("role")["seed"].nunique()
     untrained = curves[curves["step"] == 0]["coupling"].mean()
     first = curves[curves["step"] > 0].iloc[0]
@@ -295,7 +290,7 @@ def draw(curves: pandas.DataFrame) -> Figure:
         above, below = grid[:, column]
         for _, of_seed in of_setting.groupby("seed"):
             trained = of_seed[of_seed["step"] > 0]
-            is_pilot = trained["role"].iloc[0] == PILOT
+            is_pilot = of_seed["role"].iloc[0] == PILOT
             look = {"linewidth": 0.9, "linestyle": ":" if is_pilot else "-"}
             tokens = trained["tokens"]
             above.plot(tokens, trained["coupling"], color=labels.BLUE, **look)
