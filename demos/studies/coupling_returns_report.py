@@ -191,6 +191,17 @@ def sentence_of(course: Course, verdict: Verdict, name: str) -> str:
     )
 
 
+def what_rises(kind: str, kind_without_identity: str) -> str:
+    """Return what is said of a rise of coupling by what is left of it without multiples
+    of the identity; nothing where there is no rise, or where both rise.
+    """
+    if kind != "rises" or kind_without_identity == "rises":
+        return ""
+    if kind_without_identity == "stays down":
+        return "So what rises goes with multiples of the identity."
+    return "Whether what rises is more than multiples of the identity is not decided."
+
+
 def in_tokens(n: float) -> str:
     """Write a number of tokens."""
     for size, unit in ((1e6, " M"), (1e3, " k")):
@@ -263,6 +274,7 @@ def print_setting(key: tuple[int, int, int, int], curves: pandas.DataFrame) -> N
             "after the first that is"
         )
     sentences = []
+    kinds = []
     for outcome, name in OUTCOMES.items():
         course = course_of(curves, outcome)
         verdict = verdict_of(course)
@@ -276,6 +288,8 @@ def print_setting(key: tuple[int, int, int, int], curves: pandas.DataFrame) -> N
                 "that choice): " + ", ".join(f"{rise:+.3f}" for rise in rises)
             )
         sentences.append(sentence_of(course, verdict, name))
+        kinds.append(verdict.kind)
+    sentences.append(what_rises(*kinds))
     print("\n" + "\n".join(sentences) + "\n")
 
 

@@ -207,6 +207,10 @@ def test_the_report_holds_both_sentences_and_chance(capsys):
     assert "Coupling by chance 0.106" in output
     assert "Coupling falls, then rises at" in output
     assert "best multiple of the identity falls and stays down" in output
+    assert "So what rises goes with multiples of the identity." in output
+    assert report.what_rises("rises", "rises") == ""
+    assert report.what_rises("stays down", "rises") == ""
+    assert "not decided" in report.what_rises("rises", "not decided")
 
 
 def test_the_figure_has_every_seed_and_chance():
@@ -377,7 +381,7 @@ def test_no_step_is_begun_for_which_there_is_no_time(
     clock = iter(range(10**6))
     # Each look at the clock takes a second of it.
     monkeypatch.setattr(study.time, "monotonic", lambda: float(next(clock)))
-    printed(*options, "--minutes", "5")
+    printed(*options, "--minutes", "1")
     curves = study.read_curves(tmp_path)
     reached = curves.groupby("seed")["step"].max()
     assert reached.nunique() == 1
