@@ -425,3 +425,98 @@ def test_bad_options_are_one_line(capsys, tmp_path):
     ):
         assert study.main(options.split()) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_committed_page_says_what_the_code_does():
+    page = " ".join(SCRIPT.with_suffix(".md").read_text().split())
+    defaults = {name: default for name, default, _ in study.OPTIONS}
+    for sentence in (
+        f"GPT-NeoX of {defaults['n-layers']} blocks",
+        f"BPE of {defaults['vocabulary']:,} entries",
+        f"windows of {defaults['n-ctx']} tokens, batches of {defaults['batch']}",
+        f"weight decay {defaults['weight-decay']:g}",
+        f"a warm-up of {defaults['warmup']} steps to the learning rate "
+        f"{defaults['learning-rate']:g}",
+        f"{defaults['pilots']} pilots, which choose, and {defaults['seeds']} further",
+        f"at k = {defaults['k']}, at the last token of {defaults['passages']} held-out",
+        f"the loss on {defaults['windows']} windows",
+        f"at step {defaults['steps']:,} at most",
+        f"at most .0{report.OVERFITTED * 100:.0f} nats above its lowest",
+        f"smallest rise of interest is .0{report.MARGIN * 100:.0f}",
+        f"random subspaces, {tlc.measures.mean_random_coupling(5):.3f};".replace(
+            " 0.", " ."
+        ),
+    ):
+        assert sentence in page
+    for minutes in ("--minutes 180", "--width 64"):
+        assert minutes in page
+
+
+def test_the_page_has_the_power_of_the_rule():
+    """By simulation, with the paired t interval of scipy's quantiles."""
+    page = " ".join(SCRIPT.with_suffix(".md").read_text().split())
+    rng = np.random.default_rng(0)
+
+    def shares(n: int, sd: float, rise: float) -> tuple[float, float, float]:
+        """Half an interval, and how often a rise is seen, and none excluded."""
+        quantile = stats.t.ppf(0.975, n - 1)
+        noise = sd * rng.standard_normal((100_000, n))
+        half = quantile * noise.std(1, ddof=1) / np.sqrt(n)
+        mean = noise.mean(1)
+        is_seen = (mean + rise - half > 0) & (mean + rise >= report.MARGIN)
+        is_excluded = mean + half < report.MARGIN
+        return quantile * sd / np.sqrt(n), is_seen.mean(), is_excluded.mean()
+
+    for n, sd, sentence in (
+        (6, 0.03, "±{}: {}% of studies see a rise of .08, and {}% exclude one of .05"),
+        (6, 0.04, "At .04 these are ±{}, {}% and {}%"),
+    ):
+        half, seen, excluded = shares(n, sd, 0.08)
+        numbers = [f"{half:.3f}"[1:], f"{100 * seen:.0f} ", f"{100 * excluded:.0f} "]
+        assert sentence.format(*numbers) in page
+    half, _, excluded = shares(4, 0.03, 0.08)
+    assert f"it would be ±{half:.3f}".replace("0.", ".") in page
+    assert f"and {100 * excluded:.0f} %, which is why there are six" in page
+
+
+# A model trained on the CPU, and on a device that tests make up.
+_ON_A_DEVICE = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import second_device
+import coupling_returns as study
+import small_models
+
+second_device.install()
+# Its storage cannot be written to a file.
+study.write_atomically = lambda *_: None
+config = small_models.TrainingConfig(
+    width=16, n_layers=2, n_heads=1, vocabulary=300, n_ctx=16, batch=4
+)
+tokens = torch.randint(0, 300, (3000,), generator=torch.Generator().manual_seed(0))
+windows = tokens[:64].view(4, 16)
+design = study.Design(
+    tokens, "x", windows, windows, windows[:2], 4, 8, 2, "cpu", 0, Path(sys.argv[1])
+)
+rows = study.brought_to(config, 8, design).rows
+there = study.brought_to(config, 8, replace(design, device="second")).rows
+assert len(rows) == len(there) == 7
+for row, other in zip(rows, there):
+    for name, value in row.items():
+        assert abs(value - other[name]) < 1e-4, (name, value, other[name])
+print("alike")
+"""
+
+
+@pytest.mark.long("a process of its own, because torch knows a device for good")
+def test_models_are_trained_and_measured_on_another_device(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ON_A_DEVICE, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "alike", done.stderr[-4000:]
