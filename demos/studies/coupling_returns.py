@@ -32,10 +32,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas
 import torch
 from jaxtyping import Int
@@ -144,10 +145,18 @@ class Design:
 
 @dataclass(frozen=True)
 class Progress:
-    """What was measured of a model up to a step, and the seconds of all its steps."""
+    """What was measured of a model up to a step, and the seconds that it took.
+
+    Attributes:
+        rows: of the measured steps.
+        reached: the step that it was trained to, by this call or an earlier one.
+        training, measuring: seconds of all its steps and measurements.
+    """
 
     rows: list[dict[str, float]]
-    seconds: float
+    reached: int
+    training: float
+    measuring: float
 
 
 def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -246,28 +255,34 @@ def brought_to(config: small.TrainingConfig, step: int, design: Design) -> Progr
     path = design.state_path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_left_overs(path.parent, path.stem)
-    state: dict[str, Any] = {"step": 0, "rows": [], "seconds": 0.0}
+    state: dict[str, Any] = {"step": 0, "rows": [], "training": 0.0, "measuring": 0.0}
     if path.exists():
         state = torch.load(path, map_location="cpu", weights_only=True)
     rows: list[dict[str, float]] = state["rows"]
     n_done: int = state["step"]
     rows_there = [row for row in rows if row["step"] <= step]
     if rows_there and rows_there[-1]["step"] == step:
-        return Progress(rows_there, state["seconds"])
+        return Progress(rows_there, n_done, state["training"], state["measuring"])
     model: Any = small.new_model(config).to(design.device)
     optimizer = small.optimizer_of(model, config)
     if n_done:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     start = time.monotonic()
+    measuring = 0.0
 
     def save(reached: int) -> Progress:
-        seconds = state["seconds"] + time.monotonic() - start
-        content = {"step": reached, "rows": rows, "seconds": seconds}
-        content["model"] = model.state_dict()
-        content["optimizer"] = optimizer.state_dict()
+        training = time.monotonic() - start - measuring
+        content: dict[str, Any] = {
+            "step": reached,
+            "rows": rows,
+            "training": state["training"] + training,
+            "measuring": state["measuring"] + measuring,
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+        }
         write_atomically(path, partial(torch.save, content))
-        return Progress(rows, seconds)
+        return Progress(rows, reached, content["training"], content["measuring"])
 
     saved = start
     measured_at = set(design.steps)
@@ -277,7 +292,9 @@ def brought_to(config: small.TrainingConfig, step: int, design: Design) -> Progr
     for reached, _ in steps:
         # What an interrupted study had reached was measured before it was written.
         if reached in measured_at and not (rows and rows[-1]["step"] == reached):
+            before = time.monotonic()
             rows.append({"step": reached} | measured(model, design))
+            measuring += time.monotonic() - before
         if time.monotonic() - saved > design.save_seconds:
             save(reached)
             saved = time.monotonic()
@@ -343,6 +360,17 @@ def design_of(arguments: argparse.Namespace) -> Design:
     )
 
 
+def seconds_to(step: int, progress: Progress) -> float:
+    """Return how long a model will take to a step and its measurement; 0 where it was
+    trained to there.
+    """
+    left = step - progress.reached
+    if left <= 0:
+        return 0.0
+    training = progress.training / max(1, progress.reached)
+    return left * training + progress.measuring / len(progress.rows)
+
+
 def table_of(
     runs: Sequence[Progress],
     configs: Sequence[small.TrainingConfig],
@@ -381,26 +409,27 @@ def study(arguments: argparse.Namespace) -> None:
     # An error of the text comes before any training.
     steps_in_pass(configs[0], design.tokens)
     n_turns = -(-len(configs) // arguments.jobs)
-    before = 0
-    seconds_per_step = 0.0
+    reached = 0
+    needed = 0.0
     with (
         output_folder(arguments.out) as out,
         small.parallel_map(arguments.jobs) as mapped,
     ):
-        for step in design.steps:
-            needed = n_turns * (step - before) * seconds_per_step
-            if step and time.monotonic() + needed > end:
+        for step, following in pairwise((*design.steps, arguments.steps)):
+            # What an earlier call reached takes no time.
+            if needed and time.monotonic() + needed > end:
                 break
             runs = list(mapped(partial(brought_to, step=step, design=design), configs))
-            seconds = sum(run.seconds for run in runs)
-            seconds_per_step = seconds / (len(runs) * max(1, step))
-            before = step
+            reached = step
+            needed = n_turns * float(
+                np.mean([seconds_to(following, run) for run in runs])
+            )
             if not step:
                 continue
             table = table_of(runs, configs, design, arguments.pilots)
             save = partial(table.to_csv, index=False, float_format="%.5g")
             write_atomically(out / table_name(configs[0], design), save)
-        if not before:
+        if not reached:
             raise ValueError(
                 f"wanted time for a step, got `--minutes {arguments.minutes:g}`: give more"
             )

@@ -239,7 +239,7 @@ def octaves_table(
         octave: f"{with_interval(row.to_dict())} p {row['p']:.3f}"
         for octave, row in verdict.rises.iterrows()
     }
-    marks = rises | {verdict.peak: "peak"} | {verdict.trough: "trough"}
+    marks = rises | {verdict.trough: "trough"} | {verdict.peak: "peak"}
     table["rise"] = [marks.get(octave, "") for octave in table.index]
     return table
 
@@ -290,7 +290,7 @@ def print_setting(key: tuple[int, int, int, int], curves: pandas.DataFrame) -> N
         sentences.append(sentence_of(course, verdict, name))
         kinds.append(verdict.kind)
     sentences.append(what_rises(*kinds))
-    print("\n" + "\n".join(sentences) + "\n")
+    print("\n" + "\n".join(filter(None, sentences)) + "\n")
 
 
 def draw(curves: pandas.DataFrame) -> Figure:

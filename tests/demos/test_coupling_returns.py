@@ -386,6 +386,14 @@ def test_no_step_is_begun_for_which_there_is_no_time(
     reached = curves.groupby("seed")["step"].max()
     assert reached.nunique() == 1
     assert 0 < reached.iloc[0] < 23
+    # Without time, what is there is not lost, and nothing is added.
+    printed(*options, "--minutes", "0")
+    pandas.testing.assert_frame_equal(study.read_curves(tmp_path), curves)
+    printed(*options, "--minutes", "1")
+    more = study.read_curves(tmp_path)
+    assert more["step"].max() > curves["step"].max()
+    more, curves = (table.set_index(["seed", "step"]) for table in (more, curves))
+    pandas.testing.assert_frame_equal(more.loc[curves.index], curves)
 
 
 @pytest.mark.long("trains the models of a study, and kills it")
