@@ -24,7 +24,7 @@ PYTHONS ?= python3.11 python3.13
 
 .PHONY: setup demo demo-training surge demo-survey demo-vit atlas notebooks pictures zoo real attack same check
 .PHONY: check-code check-examples test test-tl4 test-tl3 test-lowest test-newest test-long test-long-tl4 test-long-tl3 coverage plant-errors
-.PHONY: study-capacity study-generalization study-treatment docs check-docs bench bench-statistics address dist check-dist clean
+.PHONY: study-capacity study-generalization study-treatment study-treatment-coupled study-returns docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
 # Where a machine switches bytecode off, each process compiles the package, the checks of its annotations and the tests
 # anew: 11 of the 18 s before a worker's first test.
@@ -104,6 +104,13 @@ study-generalization: .venv/ready
 # Hours; it resumes.
 study-treatment: .venv/ready
 	.venv/bin/python demos/studies/treatment.py --out out/$@$(if $(SMALL),-small --small)
+
+# Three hours of two cores; it resumes.
+study-treatment-coupled: .venv/ready
+	.venv/bin/python demos/studies/treatment_coupled.py --out out/$@$(if $(SMALL),-small --small)
+
+study-returns: .venv/ready
+	OMP_NUM_THREADS=1 .venv/bin/python demos/studies/coupling_returns.py --out out/$@$(if $(SMALL),-small --small, --width 64)
 
 # In place; bars are for those who wait.
 notebooks: .venv/ready

@@ -269,24 +269,29 @@ def checkpoint_steps(steps: int) -> tuple[int, ...]:
     return tuple(step for step in spaced if step <= steps)
 
 
-def read_documents(path: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return the standard library's modules; or a file's paragraphs, as about so many
-    documents.
+def read_documents(
+    path: str | os.PathLike[str] | None = None, n_characters: int | None = None
+) -> list[str]:
+    """Return the modules of the standard library, or of another folder; or a file's
+    paragraphs, as about so many documents. About `n_characters` at most, by default
+    `MAX_CHARACTERS`.
     """
-    if path is not None:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")[:MAX_CHARACTERS]
+    if n_characters is None:
+        n_characters = MAX_CHARACTERS
+    if path is not None and not Path(path).is_dir():
+        text = Path(path).read_text(encoding="utf-8", errors="replace")[:n_characters]
         lines = text.splitlines(keepends=True)
         per_document = max(1, len(lines) // 400)
         return [
             "".join(lines[i : i + per_document])
             for i in range(0, len(lines), per_document)
         ]
-    library = Path(sysconfig.get_path("stdlib"))
+    library = Path(path or sysconfig.get_path("stdlib"))
     documents = []
     size = 0
     for file in sorted(library.rglob("*.py")):
         parts = file.relative_to(library).parts
-        if SKIPPED.isdisjoint(parts) and size < MAX_CHARACTERS:
+        if SKIPPED.isdisjoint(parts) and size < n_characters:
             documents.append(file.read_text(encoding="utf-8", errors="replace"))
             size += len(documents[-1])
     return documents
@@ -409,25 +414,37 @@ def rate_at(config: TrainingConfig, step: int) -> float:
     return config.learning_rate * (config.final_rate + (1 - config.final_rate) * cosine)
 
 
+def optimizer_of(model: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """Return AdamW of the parameters that ask for a gradient."""
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+    )
+
+
 def learn(
     model: Any,
     config: TrainingConfig,
     data: Iterable[Tensor],
     add_gradients: Callable[[int], None] | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    n_done: int = 0,
 ) -> Iterator[tuple[int, float]]:
     """Train in memory: after each step, which it was and its loss in nats; first of all
     step 0, without a loss (NaN).
 
     Parameters that ask for no gradient stay as they are. `add_gradients` is called with
-    each step when the loss has left its gradients, before they are clipped.
+    each step when the loss has left its gradients, before they are clipped. To go on
+    after `n_done` steps, give the optimizer as they left it, and the data after them.
     """
     learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        learned, lr=config.learning_rate, weight_decay=config.weight_decay
-    )
+    if optimizer is None:
+        optimizer = optimizer_of(model, config)
     model.train()
-    yield 0, float("nan")
-    for step, batch in enumerate(data, 1):
+    yield n_done, float("nan")
+    for step, batch in enumerate(data, n_done + 1):
         optimizer.param_groups[0]["lr"] = rate_at(config, step)
         loss = nn.functional.cross_entropy(
             model(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten()

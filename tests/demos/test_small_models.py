@@ -65,6 +65,40 @@ def test_the_standard_library_is_always_there(monkeypatch):
     assert any("import " in document for document in documents)
 
 
+def test_modules_of_a_folder_are_read_up_to_a_length(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.py").write_text(name * 100)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "d.py").write_text("d")
+    (tmp_path / "notes.txt").write_text("n")
+    a, b, c = ("a" * 100, "b" * 100, "c" * 100)
+    assert small_models.read_documents(tmp_path) == [a, b, c]
+    assert small_models.read_documents(tmp_path, 150) == [a, b]
+    assert "".join(small_models.read_documents(tmp_path / "a.py", 30)) == "a" * 30
+
+
+def test_training_goes_on_where_it_was(small_config, small_corpus):
+    """Two halves are a whole: with the optimizer, and the data that follow."""
+    data = list(small_models.batches(small_config, small_corpus.tokens))
+    whole = small_models.new_model(small_config)
+    losses = list(small_models.learn(whole, small_config, data))
+    model = small_models.new_model(small_config)
+    optimizer = small_models.optimizer_of(model, small_config)
+    again = [
+        row
+        for n_done in (0, 3)
+        for row in small_models.learn(
+            model,
+            small_config,
+            data[n_done : n_done + 3],
+            optimizer=optimizer,
+            n_done=n_done,
+        )
+    ]
+    assert [step for step, _ in again] == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert again[1:4] + again[5:] == losses[1:]
+
+
 def test_passages_come_from_documents_as_they_are(small_corpus):
     passages = small_models.passages(
         small_corpus.held_out, small_corpus.tokenizer, 5, 12
