@@ -107,7 +107,7 @@ def show_atlas(
         ...     tlc.surveys.measure_prompts(model, prompts, tlc.Settings(k=(2, 4)))
         ... )
         >>> tlc.interactive.show_atlas(maps)
-        <View of an atlas of 1 map: 1 model, 1 task>
+        <View of an atlas of 2 maps: 1 model, 2 tasks>
     """
     datasets = list(maps) if isinstance(maps, Sequence) else [maps]
     atlas_maps = [each for data in datasets for each in _maps_of(data)]
