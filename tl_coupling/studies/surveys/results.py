@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tl_coupling.arguments import AnyPath, checked, warn_caller
 from tl_coupling.results import common_facts, differing_facts
 from tl_coupling.studies.surveys.checkpoints import Checkpoint, step_order
+from tl_coupling.studies.surveys.joined_folders import joined_folders
 from tl_coupling.studies.surveys.records import (
     FILES,
     PLAN,
@@ -50,10 +51,13 @@ Provenance = dict[str, Any]
 
 
 @checked
-def open_survey(folder: AnyPath) -> "xarray.Dataset":
+def open_survey(folder: AnyPath | Sequence[AnyPath]) -> "xarray.Dataset":
     """Return the results in a folder of `run_survey` or `checkpoint_sweep`.
 
-    They are in memory unless they are larger than half of it.
+    They are in memory unless they are larger than half of it. Several folders, the
+    shards of a job array, are joined: surveys with the same settings, each of other
+    models, checkpoints or prompts, which have ids of their own. Units are then named
+    with their folder.
 
     Returns:
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model
@@ -70,14 +74,32 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         checkpoint from others, a JSON object, with a warning where two have the same.
 
     ValueError where it is no folder of a survey, or one of an older version, or nothing
-    in it is finished, or dask is missing and the results are larger than memory. Cost:
-    the checksums of all files.
+    in it is finished, or dask is missing and the results are larger than memory; of
+    several folders, where settings differ, something was measured in two of them, one
+    id stands for two prompts, or one name for two models. Cost: the checksums of all
+    files.
 
     Example:
         >>> data = tlc.open_survey("survey")  # of `tlc.run_survey(survey, "survey")`
         >>> data.d_model.sel(model="width12").item(), data.attrs["failed"]
         (12, '{}')
     """
+    if not isinstance(folder, str | os.PathLike):
+        folders = {str(path): _folder_of_units(path) for path in folder}
+        if len(folders) < len(folder) or not folders:
+            raise ValueError(
+                f"`folder` must be different folders of surveys, got {list(folder)}"
+            )
+        surveys = {name: _opened(results) for name, results in folders.items()}
+        if len(surveys) > 1:
+            plans = {name: results.plan for name, results in folders.items()}
+            return joined_folders(surveys, plans)
+        return next(iter(surveys.values()))
+    return _opened(_folder_of_units(folder))
+
+
+def _folder_of_units(folder: AnyPath) -> Folder:
+    """Return the folder of a survey, which may be in that of a command."""
     path = Path(folder)
     # The folder of a command may be given as well as that of its units.
     is_of_a_command = not (path / PLAN).exists() and (path / UNITS / PLAN).exists()
@@ -86,6 +108,11 @@ def open_survey(folder: AnyPath) -> "xarray.Dataset":
         raise ValueError(
             f"{results.path} holds results of something other than a survey"
         )
+    return results
+
+
+def _opened(results: Folder) -> "xarray.Dataset":
+    """Return the results in one folder, and warn where units are missing."""
     finished = finished_units(results)
     if not finished:
         raise ValueError(
