@@ -700,9 +700,12 @@ def test_holm_s_correction_of_the_twelve_rotations() -> None:
     # What stays shown, and what counts.
     lost = {place for place, p in corrected.items() if p > 0.05}
     assert lost == {("write", 10), ("write", 20), ("both", 90)}
-    assert [
-        angle for side, angle in counts if side == "both" and counts[side, angle]
-    ] == [10]
+    counted = {
+        side: [angle for each, angle in counts if each == side and counts[each, angle]]
+        for side in ("read", "both")
+    }
+    assert counted == {"read": [10, 20], "both": [10]}
+    assert 'of reads, that leaves 10° and 20°, and of "both" 10° alone' in TEXT
     sentences = (ROOT / "demos/studies/rotation.md").read_text()
     for sentence in re.findall(
         r'"([A-Z][^"]{30,}?)[.,]?"',
@@ -794,3 +797,108 @@ def test_what_blocks_write_of_what_they_read() -> None:
     means = rows.groupby("model")["coupling"].mean()
     said = f"= {means['trained']:.2f} (untrained {means['untrained']:.2f})"
     assert said.replace("0.", ".").replace("-.00", ".00") in TEXT
+
+
+# Sentences that were stronger than their data.
+def test_annealing_is_not_shown_to_take_a_part_of_the_difference() -> None:
+    folder = RESULTS / "capacity"
+    measured = pandas.read_csv(folder / "measured.csv")
+    measured = measured.query("mark == 'bigram' and measure == 'coupling'")
+    full = measured[measured["size"] == "K = 8"].set_index("seed")["above_chance"]
+    loss = measured["loss_held_out"].mean()
+    ends = pandas.read_csv(folder / "annealed.csv")
+    ends = ends[(ends["measure"] == "coupling") & (ends["size"] == "K = 8")]
+    gains: dict[float, list[float]] = {0.001: [], 0.008: []}
+    for (rate, seed), of_seed in ends.groupby(["learning_rate", "seed"]):
+        in_order = of_seed.sort_values("loss_held_out")
+        annealed = np.interp(loss, in_order["loss_held_out"], in_order["above_chance"])
+        gains[rate].append(np.log(annealed / full[seed]))
+    test = stats.ttest_ind(gains[0.008], gains[0.001], equal_var=False)
+    fold = np.exp(np.mean(gains[0.008]) - np.mean(gains[0.001]))
+    low, high = np.exp(test.confidence_interval(0.95))
+    assert low < 1 < high
+    assert f"is not shown ({fold:.1f}-fold [{low:.1f}, {high:.1f}])" in TEXT
+
+
+def test_twice_the_rate_lowers_coupling_and_widens_the_gap_over_all_subsets() -> None:
+    table = pandas.read_csv(RESULTS / "gap" / "measured.csv")
+    rows = table[table["mark"] == "training loss 3.06"]
+    means = rows.groupby(["subset", "learning_rate"])[["coupling", "gap"]].mean()
+    fast, slow = (means.xs(rate, level="learning_rate") for rate in (0.004, 0.002))
+    assert len(fast) == 12
+    coupling, gap = (with_interval((fast - slow)[name], 3) for name in means)
+    assert f"by {coupling} as its share above chance and by {gap} nats" in TEXT
+
+
+def test_the_rate_raises_coupling_half_way_at_the_largest_width() -> None:
+    table = pandas.read_csv(RESULTS / "capacity" / "measured.csv")
+    rows = table[(table["mark"] == "50% of the way") & (table["size"] == "K = d/8")]
+    rows = rows[rows["width"] == 128]
+    slope = stats.linregress(np.log2(rows["learning_rate"]), rows["above_chance"]).slope
+    report = (RESULTS / "capacity" / "report.txt").read_text()
+    row = re.search(r"K = d/8 50% of the way learning_rate +128 (.+)", report)
+    of_report, _, _, low, high = (float(cell) for cell in row[1].split()[:5])
+    assert of_report == pytest.approx(slope, abs=0.0005)
+    assert low > 0
+    assert f"rises with the rate, by {slope:.3f} [{low:.3f}, {high:.3f}]" in TEXT
+
+
+def test_most_blocks_are_predicted_worse_than_no_difference() -> None:
+    table = pandas.read_csv(RESULTS / "linear_steps" / "measured.csv")
+    rows = table[(table["model"] == "trained") & (table["share"] == 1)]
+    counts = []
+    for to in ("another token", "another text"):
+        of_blocks = rows[(rows["to"] == to) & (rows["text"] > 0)].groupby("layer")
+        errors = of_blocks["error"].mean()
+        assert len(errors) == 30
+        counts.append((errors > 1).sum())
+    assert counts == [23, 23]
+    assert "worse than none (in 23 of 30 blocks each)" in TEXT
+
+
+def test_what_steering_does_in_gemma_at_each_layer() -> None:
+    path = RESULTS / "shared_directions" / "gemma-3-270m-q4_k_m-steered-{}.csv"
+    tables = {
+        layer: pandas.read_csv(str(path).format(layer)).set_index("kind")
+        for layer in (3, 9, 15)
+    }
+    of_ten = {layer: table.loc["direction"] for layer, table in tables.items()}
+    last = of_ten[15]
+    assert f"{last['kl']:.1f} [{last['kl_low']:.1f}, {last['kl_high']:.1f}]" in TEXT
+    for kind, words in (
+        ("random", "random directions by {} ({}, {})"),
+        ("low_gain", "small gain by {} ({}, {})"),
+        ("activations", "stream varies by {} ({}, {})"),
+    ):
+        kls = (f"{tables[layer].loc[kind, 'kl']:.2f}" for layer in (9, 3, 15))
+        assert words.format(*kls) in TEXT
+    folds = [
+        table.loc["direction", "kl"] / table.loc["random", "kl"]
+        for table in tables.values()
+    ]
+    said = "{:.1f} times as much at layer 3, {:.1f} times at layer 9 and {:.0f} times"
+    assert said.format(*folds) in TEXT
+
+
+def test_coupling_falls_at_a_low_rate_by_no_more_than_seeds_differ() -> None:
+    table = pandas.read_csv(RESULTS / "surge" / "measured.csv")
+    of_rate = table[table["variant"] == "learning rate 0.0005"].set_index("checkpoint")
+    of_base = table[table["variant"] == "base"]
+    ends = of_base[of_base["checkpoint"] == 512]["coupling"]
+    fall = of_rate["coupling"].max() - of_rate.loc[512, "coupling"]
+    assert fall <= ends.max() - ends.min()
+    peaks = of_base.loc[of_base.groupby("run")["coupling"].idxmax(), "checkpoint"]
+    assert set(peaks) == {16, 64}
+    last = table.groupby("variant")["checkpoint"].max()
+    assert (last["width 256"], last["own feedback"]) == (128, 32)
+
+
+def test_gemma_keeps_near_half_of_its_coupling_in_units_of_one_size() -> None:
+    shares = {}
+    for model in ("smollm2-135m", "gemma-3-270m-q4_k_m"):
+        table = pandas.read_csv(RESULTS / "real_models" / f"{model}-norms.csv")
+        rows = table[(table["model"] == "trained") & (table["token"] == "last")]
+        shares[model] = rows["standard units"].mean() / rows["k=10"].mean()
+    assert shares["smollm2-135m"] < 0.15
+    assert 0.4 < shares["gemma-3-270m-q4_k_m"] < 0.5
+    assert "little is left of it in SmolLM2, and less than half in Gemma" in TEXT
