@@ -181,6 +181,15 @@ def test_what_cannot_be_shown_together_is_refused() -> None:
         show_coupling(depth_map(0, 1.0), k=K + 1)
 
 
+def test_prompts_of_different_lengths_are_shown_together() -> None:
+    """Their last tokens are at different positions; layers are what is compared."""
+    short, long = depth_map(0, 1.0), depth_map(1, 1.0)
+    elsewhere = (3,) * N_LAYERS
+    long = dataclasses.replace(long, row_positions=elsewhere, col_positions=elsewhere)
+    held = Held(show_coupling({"short": short, "long": long})).numbers
+    assert [run["name"] for run in held["runs"]] == ["short", "long"]
+
+
 def test_many_runs_do_not_stand_side_by_side() -> None:
     steps = {f"step {step}": depth_map(step, 0.5 * step) for step in range(6)}
     held = Held(show_coupling(steps)).numbers

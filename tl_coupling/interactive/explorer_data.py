@@ -150,6 +150,10 @@ def _draw_picture(runs: Mapping[str, CouplingMap], k: int) -> bytes:
 
 
 def _pairs(result: CouplingMap) -> tuple[object, ...]:
+    if result.kind == "depth":
+        # The last tokens of prompts of different lengths are at different positions.
+        is_one_token = result.row_positions == result.col_positions
+        return (result.kind, result.row_layers, result.col_layers, is_one_token)
     return (
         result.kind,
         result.row_layers,
