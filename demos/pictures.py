@@ -33,6 +33,8 @@ import composition as composition_study
 import gap_report
 import lens_products as lens_study
 import treatment as treatment_study
+import treatment_coupled as coupled_study
+import treatment_coupled_report
 import treatment_report
 from finding_cards import CARDS
 from study_names import model_name
@@ -298,6 +300,13 @@ def treatment() -> Figure:
     return treatment_report.draw(curves, models, k=8)
 
 
+def treatment_coupled() -> Figure:
+    """The same where models are coupled."""
+    return treatment_coupled_report.draw(
+        *coupled_study.read(RESULTS / "treatment_coupled")
+    )
+
+
 def lens_products() -> Figure:
     """Products of means beside means of products, and blocks that vary together."""
     sources = ("smollm2-135m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
@@ -329,6 +338,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/capacity.png": capacity,
     "pictures/gap.png": gap,
     "pictures/treatment.png": treatment,
+    "pictures/treatment-coupled.png": treatment_coupled,
     **{f"pictures/card-{name}.png": draw for name, draw in CARDS.items()},
 }
 

@@ -525,6 +525,95 @@ def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
     assert f"by changes of sign p is {p:.3f}".replace("0.", ".") in TEXT
 
 
+# The treatment where models are coupled: outcomes and sentence from each seed's losses.
+def outcomes_of_seeds(part: str) -> dict[str, pandas.DataFrame]:
+    """Held-out loss, step and coupling in the band, a row for each seed, a column for
+    an arm, from the committed losses.
+    """
+    table = pandas.read_csv(RESULTS / "treatment_coupled" / f"seeds-{part}.csv")
+    found: dict[str, dict[tuple[int, str], float]] = {"loss": {}, "step": {}, "c": {}}
+    for seed, of_seed in table.groupby("seed"):
+        by_arm = of_seed.pivot(index="step", columns="arm", values="loss_training")
+        marks = by_arm.loc[1000].max() + 0.02 + 0.02 * np.arange(10)
+        for arm, losses in by_arm.items():
+            run = of_seed[of_seed["arm"] == arm].set_index("step")
+            steps = []
+            for mark in marks:
+                after = losses.index[losses <= mark][0]
+                before = losses.index[losses.index < after][-1]
+                share = (losses[before] - mark) / (losses[before] - losses[after])
+                steps.append(before + share * (after - before))
+            held_out, coupling = run["loss_held_out"], run["coupling"].dropna()
+            of_model = {
+                "loss": np.interp(steps, held_out.index, held_out),
+                "step": steps,
+                "c": np.interp(steps, coupling.index, coupling),
+            }
+            for name, values in of_model.items():
+                found[name][int(seed), str(arm)] = float(np.mean(values))
+    return {name: pandas.Series(values).unstack() for name, values in found.items()}
+
+
+COUPLED_CONTRASTS = {
+    "up - twisted up": ("up", "twisted up"),
+    "up - loss alone × 0.96": ("up", "loss alone × 0.96"),
+    "down - twisted down": ("down", "twisted down"),
+    "down - loss alone": ("down", "loss alone"),
+}
+
+
+def four_digits(values: pandas.Series, level: float = 0.975) -> str:
+    """A mean with its t interval, as the page writes them."""
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(level)
+    return f"{values.mean():.4f} [{low:.4f}, {high:.4f}]".replace("0.", ".")
+
+
+def test_the_treatment_where_models_are_coupled() -> None:
+    """Outcomes anew from the losses of each seed, by numpy and scipy."""
+    page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
+    of = outcomes_of_seeds("coupled")
+    assert of["loss"].shape == (36, 6)
+    coupling = of["c"].mean()
+    bounds = []
+    for name, (arm, other) in COUPLED_CONTRASTS.items():
+        difference = of["loss"][arm] - of["loss"][other]
+        steps = (of["step"][arm] - of["step"][other]).mean()
+        both = f"{coupling[arm]:.3f} - {coupling[other]:.3f}".replace("0.", ".")
+        row = [both, four_digits(difference), f"{steps:+.0f}"]
+        assert cells_of(page, name) == row
+        interval = stats.ttest_1samp(difference, 0).confidence_interval(0.9)
+        bounds.append(max(abs(interval.low), abs(interval.high)))
+    assert f"all four lie within ±{max(bounds):.4f}".replace("0.", ".") in page
+    # "A benefit of more than .003 nats of raising coupling is excluded."
+    lows = [
+        stats.ttest_1samp(of["loss"]["up"] - of["loss"][other], 0)
+        .confidence_interval(0.975)
+        .low
+        for other in ("twisted up", "loss alone × 0.96")
+    ]
+    assert round(min(lows), 3) >= -0.003
+    for kind in ("up", "down"):
+        twin = of["loss"][f"twisted {kind}"] - of["loss"]["loss alone"]
+        assert four_digits(twin) in " ".join(page.split())
+
+
+def test_the_ends_of_the_treatment_where_models_are_coupled() -> None:
+    page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
+    words = " ".join(page.split())
+    folder = RESULTS / "treatment_coupled"
+    seeds = pandas.read_csv(folder / "seeds-coupled.csv")
+    last = seeds[seeds["step"] == 1000]
+    end = last.pivot(index="seed", columns="arm", values="loss_held_out")
+    for arm, other in COUPLED_CONTRASTS.values():
+        assert four_digits(end[arm] - end[other]) in words
+    models = pandas.read_csv(folder / "models-coupled.csv")
+    columns = ["captured_energy", "line_shape_score", "size_of_J", "weights_moved"]
+    for arm, means in models.groupby("arm")[columns].mean().iterrows():
+        if "×" not in str(arm):
+            cells = " | ".join(f"{value:.3f}" for value in means)
+            assert f"| {arm} | {cells} |".replace("| 0.", "| .") in page
+
+
 # What coupling is made of: where whitening lies, and no more.
 def test_the_place_of_whitening_among_turned_metrics() -> None:
     names = ("gemma-3-270m-q4_k_m", "qwen2.5-coder-0.5b-instruct-q4_k_m")

@@ -589,9 +589,8 @@ def write_tables(table: pandas.DataFrame, out: Path) -> list[Path]:
     paths = []
     for part, of_part in table.groupby("part", sort=False):
         for name, of_name in tables_of_part(of_part).items():
-            # Outcomes are made anew from the losses of each seed.
-            digits = "%.7g" if name == "seeds" else "%.5g"
-            save = partial(of_name.to_csv, index=False, float_format=digits)
+            # Differences of losses are a thousandth of them.
+            save = partial(of_name.to_csv, index=False, float_format="%.7g")
             paths.append(write_atomically(out / f"{name}-{part}.csv", save))
     return paths
 

@@ -322,7 +322,8 @@ def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
     rows = rows.loc[[name for name in PRIMARY if name in rows.index]]
     places = np.arange(len(rows))
     for margin in MARGINS:
-        label = f"±{margin:g}" if margin == max(MARGINS) else None
+        both = f"margins: ±{' and ±'.join(f'{m:g}' for m in MARGINS)}"
+        label = both if margin == max(MARGINS) else None
         below.axvspan(-margin, margin, label=label, **labels.NULL_BAND)
     for mark, level, width in (("", LEVEL_OF_SIGN, 1), (" 90", LEVEL_OF_MARGIN, 3)):
         below.errorbar(
@@ -352,8 +353,9 @@ def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
         ncols=2,
         fontsize="small",
     )
-    small = f"n = {of_part['seed'].nunique()} seeds; at equal training loss, paired"
-    labels.entitle(
-        figure, f"Coupling is raised and lowered where models have it\n{small}"
-    )
+    means = of_part.groupby("arm")[COUPLING].mean()
+    n = of_part["seed"].nunique()
+    coupled = f"{means[ALONE]:.2f} without, {means['down']:.2f} and {means['up']:.2f} with"
+    title = "Coupling is raised and lowered; the loss hardly follows"
+    labels.entitle(figure, f"{title}\n{coupled}; {n} seeds, at equal training loss")
     return figure
