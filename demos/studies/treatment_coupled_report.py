@@ -355,7 +355,9 @@ def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
     )
     means = of_part.groupby("arm")[COUPLING].mean()
     n = of_part["seed"].nunique()
-    coupled = f"{means[ALONE]:.2f} without, {means['down']:.2f} and {means['up']:.2f} with"
+    coupled = (
+        f"{means[ALONE]:.2f} without, {means['down']:.2f} and {means['up']:.2f} with"
+    )
     title = "Coupling is raised and lowered; the loss hardly follows"
     labels.entitle(figure, f"{title}\n{coupled}; {n} seeds, at equal training loss")
     return figure

@@ -195,14 +195,14 @@ def test_the_same_maps_give_the_same_page_and_no_name_is_read_as_html() -> None:
 @pytest.mark.parametrize(
     ("maps", "k", "message"),
     [
-        ([], None, "`maps` are empty"),
+        ([], None, "`data` has no maps"),
         (xarray.Dataset({"loss": ("prompt", [1.0])}), None, "wanted maps by task"),
         (
             made_up_maps(),
             7,
             r"`k` = 7 was not measured for alpha, trained, sums; there",
         ),
-        ([made_up_maps(), made_up_maps()], None, "hold alpha/sums, trained twice"),
+        ([made_up_maps(), made_up_maps()], None, "holds alpha/sums, trained twice"),
         (
             [made_up_maps(), made_up_maps(checkpoints=("x",), n_layers=4)],
             None,

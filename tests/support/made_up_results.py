@@ -56,7 +56,7 @@ def walk(
     ).cumsum(0)
     if sink is not None:
         x[3:-2, sink] *= 300
-    unused = BlockCall(torch.nn.Identity(), {}, None, False, -2)
+    unused = BlockCall(torch.nn.Identity(), {}, (), False, -2)
     return Trace(
         model=torch.nn.Identity(),
         tokens=torch.arange(len(TOKENS)),

@@ -61,6 +61,7 @@ PAGES = [
             "how-to/statistics",
             "findings",
             "findings/depth",
+            "atlas",
             "faq",
             "house",
         ),

@@ -79,7 +79,7 @@ class _Map(NamedTuple):
 
 @checked
 def show_atlas(
-    maps: "xarray.Dataset | Sequence[xarray.Dataset]", *, k: int | None = None
+    data: "xarray.Dataset | Sequence[xarray.Dataset]", *, k: int | None = None
 ) -> View:
     """Show maps of many models, checkpoints and tasks, each of which opens to explore.
 
@@ -91,7 +91,7 @@ def show_atlas(
     there alone.
 
     Args:
-        maps: of `generalization.task_maps`; or several such.
+        data: maps of `generalization.task_maps`; or several such.
         k: the number of top singular vectors that small maps show, among those that
             were measured: 10 by default, or the one nearest to it.
 
@@ -109,10 +109,10 @@ def show_atlas(
         >>> tlc.interactive.show_atlas(maps)
         <View of an atlas of 2 maps: 1 model, 2 tasks>
     """
-    datasets = list(maps) if isinstance(maps, Sequence) else [maps]
-    atlas_maps = [each for data in datasets for each in _maps_of(data)]
+    datasets = list(data) if isinstance(data, Sequence) else [data]
+    atlas_maps = [each for by_task in datasets for each in _maps_of(by_task)]
     if not atlas_maps:
-        raise ValueError("`maps` are empty: wanted at least one map")
+        raise ValueError("`data` has no maps: wanted at least one")
     # One scale for all small maps, which ends at the largest value of them all.
     shown_ks = [_shown_k(each, k) for each in atlas_maps]
     top = max(
@@ -208,7 +208,7 @@ def _figure(group: Sequence[_Map], k: int | None) -> dict[str, Any]:
     for other in group:
         if other.name in names:
             raise ValueError(
-                f"`maps` hold {other.figure}, {other.name} twice: drop one of them"
+                f"`data` holds {other.figure}, {other.name} twice: drop one of them"
             )
         names.add(other.name)
         if (other.rows, other.cols, other.ks) != (first.rows, first.cols, first.ks):

@@ -84,7 +84,7 @@ class LinearFit:
 
         It is the root of `r_squared`, with the sign of the slope.
         """
-        return math.copysign(math.sqrt(self.r_squared), self.slope)
+        return float(np.sign(self.slope)) * math.sqrt(self.r_squared)
 
     def predict(self, x: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return the line at x."""
