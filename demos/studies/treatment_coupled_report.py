@@ -358,6 +358,6 @@ def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
     coupled = (
         f"{means[ALONE]:.2f} without, {means['down']:.2f} and {means['up']:.2f} with"
     )
-    title = "Coupling is raised and lowered; the loss hardly follows"
+    title = "Coupling is raised and lowered where models have it"
     labels.entitle(figure, f"{title}\n{coupled}; {n} seeds, at equal training loss")
     return figure

@@ -12,13 +12,11 @@ import tl_coupling as tlc
 from tl_coupling.cli.app import command
 from tl_coupling.cli.console import work_in
 from tl_coupling.files import write_atomically
-from tl_coupling.studies.surveys import UNITS
+from tl_coupling.studies.surveys import PLAN, UNITS
 
 if TYPE_CHECKING:
     import xarray
 
-# What every folder of a survey has.
-_PLAN = "plan.json"
 # How values of 0 to 1 are saved: in 16 bits each, the largest for NaN.
 _ENCODING = {
     "dtype": "uint16",
@@ -117,7 +115,7 @@ def _opened(path: Path) -> "Iterator[tuple[str, xarray.Dataset]]":
     if path.is_file():
         if (data := _opened_file(path)) is not None:
             yield path.stem, data
-    elif (path / _PLAN).exists():
+    elif (path / PLAN).exists():
         # A command writes its survey to a folder of one name.
         name = path.resolve().parent.name if path.name == UNITS else path.name
         try:

@@ -28,6 +28,7 @@ from tl_coupling.studies.surveys.readings import (
     select_orientation,
     with_diagonal,
 )
+from tl_coupling.studies.surveys.records import PLAN
 from tl_coupling.studies.surveys.results import UNITS, open_survey
 from tl_coupling.studies.surveys.settings import PAPER_PROMPT, Settings
 from tl_coupling.studies.surveys.survey import (
