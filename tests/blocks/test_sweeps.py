@@ -25,3 +25,9 @@ def test_streams_and_steps_are_those_of_the_model_in_memory(
     for block, expected in zip(streamed.blocks, in_memory.blocks, strict=True):
         torch.testing.assert_close(block.X, expected.X)
         torch.testing.assert_close(block.step, expected.step)
+
+
+def test_looking_at_a_streamed_trace_runs_no_block(folder_model: Path) -> None:
+    trace = tlc.trace(tlc.load_model(str(folder_model), memory="stream"), tiny.TOKENS)
+    assert "Trace(" in trace._repr_html_()
+    assert "residual" not in vars(trace)

@@ -1,11 +1,17 @@
 """What a trace holds, and what it refuses."""
 
+import base64
+import html
+import io
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from torch import nn
@@ -459,3 +465,36 @@ def test_blocks_that_nnsight_wraps_are_its_modules() -> None:
         assert digest == expected.provenance["weights_digest"]
     with pytest.raises(TypeError, match=r"got one GPT2Block: give them in a list"):
         tlc.trace_modules(StandInEnvoy(layers[0]), run)
+
+
+def test_a_notebook_shows_norms_of_the_stream(tiny_trace: tlc.Trace) -> None:
+    norms = np.linalg.norm(tiny_trace.residual.numpy().astype(float), axis=-1)
+    page = tiny_trace._repr_html_()
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows[1:]]
+    assert [html.unescape(row[0]) for row in cells] == [
+        repr(token) for token in tiny_trace.str_tokens
+    ]
+    shown = np.array([[float(cell) for cell in row[1:]] for row in cells])
+    layers = [0, tiny_trace.n_layers // 2, tiny_trace.n_layers]
+    np.testing.assert_array_equal(shown[:, 0], np.arange(tiny_trace.n_pos))
+    np.testing.assert_allclose(shown[:, 1:], norms[layers].T, rtol=1e-3)
+
+    (data,) = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    picture = PIL.Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
+    # Brighter is larger, in every channel together.
+    brightness = np.array(picture).sum(-1)
+    assert brightness.shape == norms.shape
+    assert brightness.argmax() == norms.argmax()
+    assert brightness.argmin() == norms.argmin()
+    assert f"from {norms.min():.3g} (dark) to {norms.max():.3g} (bright)" in page
+
+
+def test_a_notebook_shows_a_stream_of_zeros(tiny_trace: tlc.Trace) -> None:
+    nothing = replace(tiny_trace, residual=torch.zeros_like(tiny_trace.residual))
+    page = nothing._repr_html_()
+    assert "<table" in page
+    assert "<img" not in page
+    one = replace(tiny_trace, residual=nothing.residual.clone())
+    one.residual[1, 2, 0] = 5.0
+    assert "from 5 (dark) to 5 (bright)" in one._repr_html_()

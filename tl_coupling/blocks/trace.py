@@ -1,5 +1,6 @@
 """The trajectory of every token through a model, and its blocks as functions along it."""
 
+import html
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,13 @@ from tl_coupling.blocks import tails
 from tl_coupling.blocks.function import BlockFunction
 from tl_coupling.blocks.sweeps import Sweep
 from tl_coupling.models import ModelInput, Pixels, TokenIds, facts_of
+from tl_coupling.results import (
+    SEQUENTIAL,
+    ShortTable,
+    first_rows,
+    plural,
+    small_map_html,
+)
 
 
 @made_by("trace(model, prompt)")
@@ -119,6 +127,46 @@ class Trace:
             return Pixels(self.pixels)
         return None
 
+    def table(self) -> ShortTable:
+        """Return a short table of ‖x‖, the norm of each token's residual stream: before
+        the first block, halfway, and after the last.
+
+        A notebook shows it, with a small map of all layers.
+        """
+        norms = self._norms()
+        columns: dict[str, Sequence[object]] = {
+            "position": range(self.n_pos),
+            "token": list(map(repr, self.str_tokens)),
+        }
+        for layer in sorted({0, self.n_layers // 2, self.n_layers}):
+            columns[f"‖x‖ after {layer} blocks"] = norms[layer].tolist()
+        title = f"trajectories of {plural(self.n_pos, 'token')}"
+        model = self.provenance["model"]
+        return first_rows(f"{title}: {model}", columns, long_one="residual")
+
+    def _norms(self) -> Float[Tensor, "n_layers_plus_1 n_pos"]:
+        return torch.linalg.vector_norm(self.residual.detach().cpu().double(), dim=-1)
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_() + self._small_picture()
+
+    def _small_picture(self) -> str:
+        """Return a map of ‖x‖ as HTML; nothing where it is nowhere defined, or 0."""
+        # Of a first token it can be a hundred times that of others.
+        logs = self._norms().log10()
+        defined = logs[logs.isfinite()]
+        if not len(defined):
+            return ""
+        low, high = float(defined.min()), float(defined.max())
+        caption = (
+            f"‖x‖ from {10**low:.3g} (dark) to {10**high:.3g} (bright), as logarithms; "
+            "row: blocks before it; column: token; grey: 0 or undefined"
+        )
+        # Where all are the same there is no scale between them.
+        ends = (low, high if high > low else low + 1)
+        pixels = logs.where(logs.isfinite(), torch.nan).numpy()
+        return small_map_html(pixels, ends, SEQUENTIAL, caption)
+
     def __repr__(self) -> str:
         return (
             f"Trace({self.provenance['model']!r}, n_layers={self.n_layers}, "
@@ -131,6 +179,10 @@ class StreamedTrace(Trace):
     """A trace of a streamed model, whose blocks run when they are first asked for."""
 
     blocks: Sweep
+
+    # Looking at a trace runs no model.
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(repr(self))}</p>"
 
     # Not the dataclass's own, which would need the residual stream.
     def __init__(self, **fields: Any) -> None:

@@ -31,7 +31,12 @@ from tl_coupling.results.provenance import (
     joined_provenance,
 )
 from tl_coupling.results.saved import Saved
-from tl_coupling.results.short_tables import ShortTable, interval_text, plural
+from tl_coupling.results.short_tables import (
+    ShortTable,
+    first_rows,
+    interval_text,
+    plural,
+)
 from tl_coupling.results.small_maps import (
     DIVERGING,
     SEQUENTIAL,

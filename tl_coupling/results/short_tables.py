@@ -121,8 +121,14 @@ class ShortTable:
         )
 
 
-def first_rows(title: str, columns: Mapping[str, Iterable[object]]) -> ShortTable:
-    """Return a short table of the first rows of a long one, which is given by column."""
+def first_rows(
+    title: str,
+    columns: Mapping[str, Iterable[object]],
+    long_one: str = "to_dataframe()",
+) -> ShortTable:
+    """Return a short table of the first rows of a long one, which is given by column;
+    the caption says where the long one is.
+    """
     all_rows = list(zip(*columns.values(), strict=True))
     shown_rows = all_rows[:_MOST_ROWS]
     is_number = {
@@ -135,7 +141,7 @@ def first_rows(title: str, columns: Mapping[str, Iterable[object]]) -> ShortTabl
     cells = [[_cell(row[place]) for place in places] for row in shown_rows]
     caption = ""
     if len(all_rows) > _MOST_ROWS:
-        caption = f"{_MOST_ROWS} of {len(all_rows)} rows: `to_dataframe()` has all"
+        caption = f"{_MOST_ROWS} of {len(all_rows)} rows: `{long_one}` has all"
     return ShortTable.of(title, names, numbers, cells, caption)
 
 
