@@ -76,6 +76,38 @@ def test_logits_of_a_model_on_disk_change_as_those_of_one_in_memory(folder_model
     assert weights.is_empty
 
 
+def test_one_direction_has_no_control_in_its_own_span(model):
+    traced = tlc.trace(model, PROMPTS[0])
+    directions = tlc.directions.directions_of(traced, 1, k=1)
+    result = tlc.directions.steer(model, PROMPTS[:2], directions, [0.1], n_draws=2)
+    assert list(dict.fromkeys(result.kinds)) == [
+        "direction",
+        "random",
+        "low_gain",
+        "activations",
+    ]
+    table = result.to_dataframe().set_index("kind")
+    draws = result.kl[1:3, 0].mean((-2, -1))
+    assert table.draws_low["random"] == pytest.approx(float(draws.min()))
+    assert table.draws_high["random"] == pytest.approx(float(draws.max()))
+
+
+def test_plus_is_the_first_of_both_signs(model):
+    traced = tlc.trace(model, PROMPTS[0])
+    directions = tlc.directions.directions_of(traced, 1, k=1)
+    result = tlc.directions.steer(model, PROMPTS[:1], directions, [0.2], n_draws=1)
+    t = traced.n_pos - 1
+    unchanged = traced.logits(traced.residual[-1, t]).log_softmax(-1)
+    best = unchanged.argmax()
+    for sign, surprise in zip((1, -1), result.surprise[0, 0, :, 0], strict=True):
+        hooks = directions.hooks(model, sign * 0.2, position=t)
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            logits = model(traced.tokens[None])[0, t]
+        steered_p = logits.softmax(-1)[best]
+        expected = unchanged[best].exp() * torch.exp(-surprise)
+        torch.testing.assert_close(steered_p, expected, rtol=1e-5, atol=0)
+
+
 def test_prediction_is_amplification_times_alignment(model):
     traced = tlc.trace(model, PROMPTS[0])
     directions = tlc.directions.directions_of(traced, 0, k=2)

@@ -1,5 +1,7 @@
 """Pictures of directions, of made-up effects."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,13 @@ def test_steering_is_a_line_for_each_kind_and_the_prediction() -> None:
     predicted = result.predicted_kl[:2].mean((0, 2))
     np.testing.assert_allclose(lines["predicted"].get_ydata(), predicted)
     assert list(lines["random"].get_xdata()) == [0.01, 0.1, 0.5]
+    (band,) = ax.collections
+    (corners,) = band.get_paths()
+    draws = result.kl[2:4].mean((2, 3)).numpy()
+    for i, scale in enumerate(result.scales):
+        ends = corners.vertices[corners.vertices[:, 0] == scale, 1]
+        np.testing.assert_allclose(ends.min(), draws[:, i].min())
+        np.testing.assert_allclose(ends.max(), draws[:, i].max())
     assert list(ax.get_xticks()) == [0.01, 0.1, 0.5]
     ax.figure.draw_without_rendering()
     assert tick_labels(ax.xaxis) == ["0.01", "0.1", "0.5"]
@@ -61,6 +70,30 @@ def test_steering_is_a_line_for_each_kind_and_the_prediction() -> None:
     rows = table[table["kind"] == "random"]
     np.testing.assert_allclose(segments[:, 0, 1], rows["direction_less_this_low"])
     np.testing.assert_allclose(segments[:, 1, 1], rows["direction_less_this_high"])
+
+
+def test_names_of_many_scales_do_not_overprint_each_other() -> None:
+    scales = tuple(np.geomspace(0.004123, 0.4123, 17).tolist())
+    result = Steering(
+        kl=drawn(3, 17, 2, 4),
+        surprise=drawn(3, 17, 2, 4),
+        logit_difference=drawn(3, 17, 2, 4),
+        predicted_kl=drawn(3, 17, 4),
+        amplification=drawn(3, 4),
+        alignment=drawn(3, 4),
+        kinds=("direction", "random", "random"),
+        scales=scales,
+        prompts=("a", "b", "c", "d"),
+        provenance=PROVENANCE,
+    )
+    figure = plot_steering(result).figure
+    figure.draw_without_rendering()
+    for ax in figure.axes:
+        names = [label for label in ax.get_xticklabels() if label.get_text()]
+        assert len(names) >= 4
+        boxes = [label.get_window_extent() for label in names]
+        for left, right in itertools.pairwise(boxes):
+            assert left.x1 < right.x0
 
 
 def test_steering_without_controls_or_in_given_axes_is_one_panel() -> None:

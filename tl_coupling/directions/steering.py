@@ -47,12 +47,13 @@ class Steering(Effects):
     r"""What steering along directions does to a model's next token, with controls.
 
     The stream at one token is moved by `± ε ‖h‖ v`, and the model's prediction at that
-    token is compared with its own. Controls are moved as far.
+    token is compared with its own. Controls are moved as far. Of the two signs, + is
+    the first.
 
     Attributes:
         kl: `KL(unchanged ‖ steered)` of the next token, in nats.
         surprise: change of `−log p` of the token that the unchanged model finds most
-            likely, in nats.
+            likely, in nats: its probability becomes `p · exp(−surprise)`.
         logit_difference: change of the difference of the two largest logits of the
             unchanged model.
         predicted_kl: `½ ε² ‖h‖² gᵀ(diag p − ppᵀ)g`, with g the derivative of the logits
@@ -61,7 +62,7 @@ class Steering(Effects):
         alignment: `gᵀ(diag p − ppᵀ)g / ‖P v‖²`, how much the prediction depends on what
             arrives there.
         kinds: of each direction: "direction", or its control: "random", of the whole
-            stream; "rotated", in the span of the directions; "low_gain", in the span of
+            stream; "rotated", in the span of several directions; "low_gain", in that of
             the half of the block's singular vectors with the smaller gains;
             "activations", drawn as the stream's activations vary.
         scales: ε.
@@ -107,6 +108,9 @@ class Steering(Effects):
     def to_dataframe(self) -> "pandas.DataFrame":
         """Return one row for each kind and scale: means, and intervals over prompts.
 
+        `draws_low` and `draws_high` are the smallest and the largest mean of a draw,
+        both signs together.
+
         Example:
             >>> directions = tlc.directions.directions_of(trace, layer=1, k=2)
             >>> prompts = ["w1 w2 w3", "w4 w5"]
@@ -120,6 +124,7 @@ class Steering(Effects):
         for kind in dict.fromkeys(self.kinds):
             interval, less = self._intervals(kind)
             predicted = self.of(kind, "predicted_kl").mean(0)
+            drawn = self.draws(kind)
             for i, scale in enumerate(self.scales):
                 rows.append(
                     {
@@ -128,6 +133,8 @@ class Steering(Effects):
                         "kl": interval.estimate[i],
                         "kl_low": interval.low[i],
                         "kl_high": interval.high[i],
+                        "draws_low": drawn[:, i].min(),
+                        "draws_high": drawn[:, i].max(),
                         "predicted_kl": predicted[i],
                         "direction_less_this": less.estimate[i],
                         "direction_less_this_low": less.low[i],
@@ -151,7 +158,7 @@ class Steering(Effects):
             [
                 # A kind is named in the first of its rows alone.
                 line["kind"] if line["scale"] == self.scales[0] else "",
-                f"{line['scale']:g}",
+                f"{line['scale']:.3g}",
                 f"{line['kl']:.3g}",
                 f"{line['predicted_kl']:.3g}",
                 interval_text(
@@ -340,6 +347,9 @@ def _add_controls(
         "low_gain": span_vectors(n_draws, low_gain.to(own), generator),
         "activations": mixed,
     }
+    if len(own) == 1:
+        # All that is in the span of one direction is that direction.
+        del drawn["rotated"]
     if not bool(centred.any()):
         # One token alone does not vary.
         del drawn["activations"]

@@ -34,6 +34,8 @@ _COLORS = {
     "alone": labels.VERMILION,
     "shrunk": labels.BLACK,
 }
+# More scales have no room for their names.
+_MOST_SCALES = 8
 # The longest names of controls are written on two lines.
 _LONGEST_NAME = 24
 
@@ -44,9 +46,10 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
 
     Above, the KL against how far the stream moves: means over the directions of a kind,
     both signs and the prompts; the dashed line is what the derivative predicts for the
-    singular vectors. Below, the KL of the singular vectors minus that of each control,
-    with the 95 % paired t interval over prompts: an interval above 0 says that the
-    singular vectors do more. The lower axis is linear near 0.
+    singular vectors; the band holds all draws of "random". Below, the KL of the
+    singular vectors minus that of each control, with the 95 % paired t interval over
+    prompts: an interval above 0 says that the singular vectors do more. The lower axis
+    is linear near 0.
 
     Args:
         result: what `directions.steer` returned.
@@ -79,8 +82,19 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
         look = labels.marked(_COLORS[str(kind)])
         name = _names(result)[str(kind)]
         ax.plot(kind_rows["scale"], kind_rows["kl"], label=name, **look)
+    random = table[table["kind"] == "random"]
+    ax.fill_between(
+        random["scale"],
+        random["draws_low"],
+        random["draws_high"],
+        color=_COLORS["random"],
+        alpha=0.15,
+        linewidth=0,
+    )
     ax.set(xscale="log", yscale="log")
-    ax.set_xticks(result.scales, [labels.signed(scale) for scale in result.scales])
+    # Names of many scales would overprint each other.
+    shown = sorted(result.scales)[:: -(-len(result.scales) // _MOST_SCALES)]
+    ax.set_xticks(shown, [labels.signed(scale, ".2g") for scale in shown])
     # Minor ticks of a logarithmic axis would name scales that were not measured.
     ax.minorticks_off()
     ax.set(
@@ -124,7 +138,9 @@ def _draw_differences(ax: Axes, controls: "pandas.DataFrame", name: str) -> None
     )
     ax.minorticks_off()
     ax.set_ylim(-1.5 * largest, 1.5 * largest)
-    ax.set_xticks(range(len(scales)), [labels.signed(scale) for scale in scales])
+    step = -(-len(scales) // _MOST_SCALES)
+    names = [labels.signed(scale, ".2g") for scale in scales[::step]]
+    ax.set_xticks(range(0, len(scales), step), names)
     ax.set(xlabel="ε", ylabel=f"KL, {name}\nminus control [95 %]")
 
 
