@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import xarray
+from scipy import stats
 
 import tiny
 import tl_coupling as tlc
@@ -345,6 +346,55 @@ def test_two_layers_know_no_smaller_p_than_their_draws():
     alike = random_map(layers=(0, 1))
     same = torch.eye(alike.k).expand(2, 2, -1, -1).clone()
     assert dataclasses.replace(alike, matrices=same).null_p(3) == 1 / 801
+
+
+def test_tokens_have_no_distance_in_layers():
+    tokens = random_map(kind="self")
+    for ask in (tokens.locality_profile, tokens.null_interval_by_distance):
+        with pytest.raises(ValueError, match="by `row_position` and `col_position`"):
+            ask(3)
+
+
+def test_p_of_a_pair_is_the_share_of_haar_random_frames():
+    """Frames by scipy, coupling by numpy, singular values that are all known."""
+    k, n = 3, 4000
+    result = random_map(layers=(0, 1, 2), k=12)
+    p = result.null_p_by_pair(k, n_draws=n)
+    assert p.isnan().equal(torch.eye(3, dtype=torch.bool))
+    frames = stats.ortho_group(12, seed=np.random.default_rng(1)).rvs(2 * n)
+    U, V = frames[:n, :, :k], frames[n:, :, :k]
+    for row, S in enumerate(result.singular_values.numpy()):
+        A = np.einsum("nik,i,nil->nkl", U, S, V)
+        energies = np.square(A).sum((1, 2))
+        outside = energies - np.square(A.diagonal(axis1=1, axis2=2)).sum(1)
+        random = 1 - np.sqrt(outside / energies)
+        for col in {0, 1, 2} - {row}:
+            share = (random >= float(result.coupling(k)[row, col])).mean()
+            error = math.sqrt(2 * share * (1 - share) / n)
+            assert float(p[row, col]) == pytest.approx(share, abs=4 * error + 2 / n)
+
+
+def test_p_of_random_pairs_is_uniform():
+    """One pair of each map, so that they are independent."""
+    ps = [float(random_map(seed=s).null_p_by_pair(3)[0, 1]) for s in range(100)]
+    assert stats.kstest(ps, "uniform").pvalue > 0.01
+
+
+def test_the_smallest_p_of_a_pair_is_that_of_its_draws():
+    one = random_map(layers=(0,))
+    alike = dataclasses.replace(
+        random_map(layers=(0, 1)),
+        matrices=one.matrices.expand(2, 2, -1, -1).clone(),
+        singular_values=one.singular_values.expand(2, -1).clone(),
+        frobenius_norms=one.frobenius_norms.expand(2).clone(),
+    )
+    p = alike.null_p_by_pair(3, n_draws=99)
+    assert p[0, 1] == p[1, 0] == 1 / 100
+    # Every 1 × 1 matrix is diagonal.
+    assert alike.null_p_by_pair(1, n_draws=99)[0, 1] == 1
+    nothing = dataclasses.replace(alike, matrices=torch.zeros_like(alike.matrices))
+    with pytest.warns(UserWarning, match="undefined"):
+        assert nothing.null_p_by_pair(2).isnan().all()
 
 
 def test_a_single_connection_leaves_nothing_to_chance():

@@ -669,3 +669,20 @@ def test_a_stream_of_a_batch_is_refused_in_a_line(shape: tuple[int, ...]) -> Non
         with pytest.raises(ValueError, match=message) as error:
             plot_trajectories(stream)
         assert "\n" not in str(error.value)
+
+
+def test_paths_are_drawn_in_a_part_of_a_figure() -> None:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    left, right = figure.subfigures(1, 2)
+    left.subplots()
+    trace = walk()
+    assert plot_trajectories(trace, views=["all"], fig=right) is figure
+    (ax,) = right.axes
+    alone = plot_trajectories(trace, views=["all"], fig=Figure()).axes[0]
+    for line, expected in zip(ax.lines, alone.lines, strict=True):
+        np.testing.assert_array_equal(line.get_xydata(), expected.get_xydata())
+    assert right.legends
+    assert not figure.legends
+    figure.draw_without_rendering()
+    legend = right.legends[0].get_window_extent()
+    assert right.bbox.x0 <= legend.x0 < legend.x1 <= right.bbox.x1

@@ -40,7 +40,7 @@ _MOST_NUMBERS = 2**22
 _FEWEST_DRAWS = {"space": 400, "spans": 100, "pairs": 100}
 _DRAWS_OF_ALL_COLUMNS = 1600
 # Of a mean of numbers in float32, with a relative error of 1e-7 each.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 # A layer and a position.
 Connection = tuple[int, int]
 
@@ -272,7 +272,7 @@ class Chance:
             return cls(quantile_interval(means), math.nan)
         # Maps are of float32: what is as large but for rounding is as large. At k = 1
         # every coupling is 1.
-        rounding = _ROUNDING * abs(measured)
+        rounding = ROUNDING * abs(measured)
         n_at_least = int((means >= measured - rounding).sum())
         p = (1 + n_at_least) / (1 + len(means))
         return cls(quantile_interval(means), max(p, 1 / (1 + n_draws)))

@@ -14,7 +14,7 @@ from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import Colormap, to_hex
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.legend import Legend
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
@@ -600,7 +600,7 @@ def short_names(models: Sequence[str]) -> list[str]:
     ]
 
 
-def entitle(drawn: Axes | Figure, text: str) -> None:
+def entitle(drawn: Axes | Figure | SubFigure, text: str) -> None:
     """Set a `Title` that is not read as mathematics; none in the style of papers.
 
     Its first line is what is seen. What it is of follows in one line, or as many as it
@@ -638,10 +638,12 @@ def untitle_for_print(ax: Axes) -> None:
         ax.set_title("")
 
 
-def _width(drawn: Axes | Figure) -> float:
+def _width(drawn: Axes | Figure | SubFigure) -> float:
     """Return the inches that a title may take."""
     if isinstance(drawn, Figure):
         return float(drawn.get_figwidth())
+    if isinstance(drawn, SubFigure):
+        return float(drawn.bbox.width / drawn.dpi)
     figure = drawn.get_figure(root=True)
     assert figure is not None
     width = float(figure.get_figwidth())
@@ -655,7 +657,7 @@ def escape_dollars(name: str) -> str:
 
 
 def plain_legend(
-    drawn: Axes | Figure, *handles_and_labels: Any, **options: Any
+    drawn: Axes | Figure | SubFigure, *handles_and_labels: Any, **options: Any
 ) -> Legend:
     """Add a legend without a frame, whose names are not read as mathematics."""
     legend = drawn.legend(*handles_and_labels, frameon=False, **options)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
@@ -38,7 +38,7 @@ def plot_trajectories(
     positions: Sequence[int] | None = None,
     black: int | None = -1,
     names: Sequence[str] | None = None,
-    fig: Figure | None = None,
+    fig: Figure | SubFigure | None = None,
 ) -> Figure:
     """Draw tokens' paths in the two principal components of the last depth.
 
@@ -65,9 +65,10 @@ def plot_trajectories(
         names: what the legend calls the lines, a name for each of the `n_pos` positions
             of every stream; by default positions and tokens. Each named line ends in a
             shape of its own, in seven shapes, which print without colours.
-        fig: the figure to draw in; a new one by default.
+        fig: the figure to draw in, or a part of one (`Figure.subfigures`); a new one by
+            default.
 
-    Returns the Figure; in the Axes of each view the lines are the tokens in their
+    Returns the whole Figure; in the Axes of each view the lines are the tokens in their
     order, each followed by its marks. Of several, the Axes are by view, then by name.
 
     Raises:
@@ -155,11 +156,13 @@ def plot_trajectories(
     paths_title = "Paths of tokens" if names is None else "Paths"
     title = f"{paths_title}, in the principal components of {depth}{sinks_note}"
     labels.entitle(fig, labels.heading(title, provenances))
-    return fig
+    whole = fig.get_figure(root=True)
+    assert isinstance(whole, Figure)
+    return whole
 
 
 def _name_tokens(
-    fig: Figure,
+    fig: Figure | SubFigure,
     grid: np.ndarray,
     provenances: Sequence[Mapping[str, Any]],
     shades: np.ndarray,
