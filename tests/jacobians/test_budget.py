@@ -5,6 +5,7 @@ is measured.
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -564,10 +565,13 @@ def test_a_batch_keeps_to_its_number_and_to_the_memory(tiny_trace) -> None:
 def test_minutes_are_work_by_rate(tiny_trace: tlc.Trace, method) -> None:
     planned = tlc.plan(tiny_trace, 4, method=method, rate=0.25)
     assert planned.minutes == pytest.approx(planned.work / 0.25e12 / 60)
-    assert "at 0.25 Tflop/s, at least" in str(planned)
+    seconds = 60 * planned.minutes
+    assert re.search(rf"at 0.25 Tflop/s, at least +{seconds:.3g} seconds", str(planned))
+    slowly = tlc.plan(tiny_trace, 4, method=method, rate=0.25 * seconds / 6000)
+    assert re.search(r"Tflop/s, at least +100 minutes", str(slowly))
     without = tlc.plan(tiny_trace, 4, method=method)
     assert without.minutes is None
-    assert "minutes" not in str(without)
+    assert "Tflop/s" not in str(without)
     if method == "jacobians":
         assert planned.work == sum(planned.flops.values())
     else:

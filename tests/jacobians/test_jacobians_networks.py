@@ -151,7 +151,10 @@ def shuffled(blocks: list[nn.Module]) -> list[nn.Module]:
             r"takes \[1, 7, 32\] and gives \[1, 7, 64\]",
         ),
         (lambda blocks: [*blocks, nn.Linear(32, 32)], r"in the order \[0, 1, 2\]"),
-        (lambda blocks: [nn.Identity()], r"in the order \[\]"),
+        (
+            lambda blocks: [nn.Identity()],
+            "its 1 blocks one after the other, this one called none of them: give",
+        ),
         (lambda blocks: [], "`blocks` is empty"),
     ],
 )
@@ -177,7 +180,7 @@ def test_a_wrong_list_of_modules_is_refused(choose, message: str) -> None:
         ),
         (
             lambda network: network.model(network.inputs["src"].repeat(2, 1, 1)),
-            r"run it on one input.* \[2, 7, 32\]",
+            r"run it on one input.* gives \[2, 7, 32\]$",
         ),
         (
             lambda network: network.model(torch.nan * network.inputs["src"]),

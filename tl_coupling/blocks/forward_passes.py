@@ -222,6 +222,12 @@ def _check_order(calls: list[RecordedCall], blocks: list[nn.Module]) -> None:
     # A model may run its blocks several times.
     if calls and modules == blocks * (len(calls) // len(blocks)):
         return
+    if not calls:
+        raise ValueError(
+            f"wanted a model that calls its {len(blocks)} blocks one after the other, "
+            "this one called none of them: give the modules that it runs itself, not "
+            "copies or wrappers of them"
+        )
     layers = {id(block): layer for layer, block in reversed(list(enumerate(blocks)))}
     order = [layers.get(id(module), "?") for module in modules]
     raise ValueError(
@@ -245,9 +251,11 @@ def _check_shapes(calls: list[RecordedCall], n_pos: int | None) -> None:
                 "is no residual block"
             )
         if n_pos is None:
+            # Of a batch it says enough to run the model on one input.
+            of_convolutions = ": feature maps of convolutions are not measured"
             raise ValueError(
                 "wanted one residual stream [1 n_pos d_model]; run it on one input, "
-                f"{shapes}: feature maps of convolutions are not measured"
+                f"{shapes}{of_convolutions if X.ndim > 3 else ''}"
             )
         raise ValueError(
             f"wanted one residual stream [1 n_pos d_model] = [1 {n_pos} d_model], "

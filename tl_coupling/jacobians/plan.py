@@ -154,7 +154,10 @@ class Plan:
         lines.append(f"  {'method that takes less time':<31}{self.cheaper:>10}")
         if self.minutes is not None:
             label = f"at {self.rate:.3g} Tflop/s, at least"
-            lines.append(f"  {label:<31}{self.minutes:>10.3g} minutes")
+            is_short = self.minutes < 1
+            duration = 60 * self.minutes if is_short else self.minutes
+            unit = "seconds" if is_short else "minutes"
+            lines.append(f"  {label:<31}{duration:>10.3g} {unit}")
         if not self.fits():
             lines.append(
                 f"  does not fit in {format_bytes(self.available)}: {self._remedy}"

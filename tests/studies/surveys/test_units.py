@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -108,40 +110,46 @@ def record_nested_too_deeply(folder: Path) -> None:
     (folder / "unit-1.json").write_bytes(b"[" * 100_000)
 
 
+def said(is_said: bool) -> AbstractContextManager[object]:
+    """Expect, or not, that a run names the result that it measured anew."""
+    if not is_said:
+        return nullcontext()
+    return pytest.warns(UserWarning, match=r"1 result in .* was measured anew: unit-1$")
+
+
 def both_of_another_unit(folder: Path) -> None:
     for ending in ("nc", "json"):
         shutil.copy(folder / f"unit-2.{ending}", folder / f"unit-1.{ending}")
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "is_said"),
     [
-        truncated,
-        one_bit_flipped,
-        record_of_another_shape,
-        record_not_text,
-        record_of_another_checksum,
-        record_nested_too_deeply,
-        both_of_another_unit,
-        lambda folder: (folder / "unit-1.nc").unlink(),
-        lambda folder: (folder / "unit-1.nc").write_bytes(b""),
-        lambda folder: shutil.copy(folder / "unit-2.nc", folder / "unit-1.nc"),
-        lambda folder: (folder / "unit-1.json").unlink(),
-        lambda folder: (folder / "unit-1.json").write_text(""),
-        lambda folder: (folder / "unit-1.json").write_text('{"what": {"num'),
+        (truncated, True),
+        (one_bit_flipped, True),
+        # A record that nobody can read says nothing of a result.
+        (record_of_another_shape, False),
+        (record_not_text, False),
+        (record_of_another_checksum, False),
+        (record_nested_too_deeply, False),
+        (both_of_another_unit, True),
+        (lambda folder: (folder / "unit-1.nc").unlink(), True),
+        (lambda folder: (folder / "unit-1.nc").write_bytes(b""), True),
+        (lambda folder: shutil.copy(folder / "unit-2.nc", folder / "unit-1.nc"), True),
+        (lambda folder: (folder / "unit-1.json").unlink(), False),
+        (lambda folder: (folder / "unit-1.json").write_text(""), False),
+        (lambda folder: (folder / "unit-1.json").write_text('{"what": {"num'), False),
     ],
 )
 def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(
-    finished: Path, damage
+    finished: Path, damage: Callable[[Path], object], is_said: bool
 ) -> None:
     files_before = snapshot(finished)
     damage(finished)
     again = Measurement()
-    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == [
-        "kept",
-        "computed",
-        "kept",
-    ]
+    with said(is_said):
+        outcomes = Folder(finished, PLAN).run(UNITS, again)
+    assert [outcome.status for outcome in outcomes] == ["kept", "computed", "kept"]
     assert again.asked == [1]
     after = snapshot(finished)
     assert after.keys() == files_before.keys()
@@ -157,10 +165,11 @@ def test_what_is_missing_or_damaged_is_done_again_and_nothing_else(
 
 def test_a_unit_that_is_now_something_else_is_done_again(finished: Path) -> None:
     again = Measurement()
-    Folder(finished, PLAN).run(
-        [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})],
-        lambda unit: again(UNITS[2]),
-    )
+    with pytest.warns(UserWarning, match="2 results in .*: unit-0, unit-1$"):
+        Folder(finished, PLAN).run(
+            [Unit("unit-0", {"number": 7}), Unit("unit-1", {"number": "1"})],
+            lambda unit: again(UNITS[2]),
+        )
     assert again.asked == [2, 2]
 
 
@@ -256,6 +265,31 @@ def test_what_differs_is_named_however_long_it_is(finished: Path) -> None:
         Folder(finished, {"a": "long " * 1000, "of": "units!", "z": 1})
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
+
+
+def test_of_long_lists_what_differs_is_shown(tmp_path: Path) -> None:
+    texts = [f"a long prompt, number {i} of many" for i in range(50)]
+    Folder(tmp_path, {"prompts": texts}).run(UNITS[:1], Measurement())
+    with pytest.raises(ValueError, match="another plan") as caught:
+        Folder(tmp_path, {"prompts": [*texts[:-1], "an edited one", "a new one"]})
+    message = str(caught.value)
+    assert 'wanted {"prompts": ["an edited one", "a new one"]}' in message
+    assert 'found {"prompts": ["a long prompt, number 49 of many"]}' in message
+
+
+def test_the_bar_says_what_an_earlier_run_has_done(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, PLAN)
+    shown: list[str] = []
+
+    def seen(items: object, progress: object, label: str) -> object:
+        shown.append(label)
+        return items
+
+    with mock.patch("tl_coupling.studies.surveys.units.with_progress", seen):
+        folder.run(UNITS, Measurement(failing=(1,)))
+        folder.run(UNITS, Measurement())
+        folder.run(UNITS, Measurement())
+    assert shown == ["units", "units (2 kept)", "units (3 kept)"]
 
 
 @pytest.mark.parametrize(
@@ -422,11 +456,9 @@ def result_of_another_plan(folder: Path) -> None:
 def test_results_of_another_plan_are_done_again(finished: Path) -> None:
     result_of_another_plan(finished)
     again = Measurement()
-    assert [o.status for o in Folder(finished, PLAN).run(UNITS, again)] == [
-        "kept",
-        "computed",
-        "kept",
-    ]
+    with said(True):
+        outcomes = Folder(finished, PLAN).run(UNITS, again)
+    assert [outcome.status for outcome in outcomes] == ["kept", "computed", "kept"]
     assert again.asked == [1]
     np.testing.assert_array_equal(
         load_unit(finished, UNITS[1])["x"], np.arange(5) + 100
@@ -504,6 +536,7 @@ def test_names_of_files_are_safe_and_different() -> None:
 _ON_A_FULL_DISK = """
 import resource, signal, sys
 from pathlib import Path
+from unittest import mock
 import numpy as np, xarray
 from tl_coupling.studies.surveys.units import Folder, Unit
 

@@ -15,9 +15,10 @@ from textwrap import shorten
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote
 
-from tl_coupling.arguments import AnyPath, others_measuring
+from tl_coupling.arguments import AnyPath, others_measuring, warn_caller
 from tl_coupling.files import remove_left_overs, write_atomically
 from tl_coupling.progress import Progress, with_progress
+from tl_coupling.results import plural
 from tl_coupling.studies.surveys.executors import Executor, submitted
 from tl_coupling.studies.surveys.kept import forget, n_kept
 from tl_coupling.studies.surveys.records import (
@@ -198,8 +199,8 @@ class Folder:
         if differing:
             raise ValueError(
                 f"{self.path} holds results of another plan ({', '.join(differing)}): "
-                f"wanted {_shortened(requested, differing)}, "
-                f"found {_shortened(plan, differing)}; "
+                f"wanted {_shortened(requested, plan, differing)}, "
+                f"found {_shortened(plan, requested, differing)}; "
                 "choose another folder, or ask for the same"
             )
 
@@ -217,14 +218,30 @@ class Folder:
         wraps the loop: over all units, or over those that come back from the executor.
         A unit that fails is recorded, and the others go on. OSError (a full disk) ends
         the run, and so does Ctrl-C, with a message that says what is kept. ValueError
-        where another run is using the folder.
+        where another run is using the folder. A warning names results that no longer
+        counted, and were measured anew.
         """
         try:
             with self.held():
+                recorded_units = self._recorded_as_finished(units)
+                n_prompts = sum(n_kept(self.path, unit) for unit in units)
+                label = _label_of_bar(len(recorded_units), n_prompts)
                 if executor is None:
-                    outcomes = self._run_here(units, measure, progress)
+                    outcomes = self._run_here(units, measure, progress, label)
                 else:
-                    outcomes = self._run_by(executor, units, measure, progress)
+                    outcomes = self._run_by(executor, units, measure, progress, label)
+                replaced = [
+                    outcome.unit.key
+                    for outcome in outcomes
+                    if outcome.unit in recorded_units and outcome.status == "computed"
+                ]
+                if replaced:
+                    warn_caller(
+                        f"{plural(len(replaced), 'result')} in {self.path} no longer "
+                        "counted (missing, damaged or of something else) and "
+                        f"{'was' if len(replaced) == 1 else 'were'} measured anew: "
+                        f"{', '.join(replaced[:_MOST_NAMED])}"
+                    )
                 return [self._checked(outcome) for outcome in outcomes]
         except KeyboardInterrupt as error:
             if not self.temporary:
@@ -232,11 +249,15 @@ class Folder:
             raise
 
     def _run_here(
-        self, units: list[Unit], measure: Measure, progress: Progress | None
+        self,
+        units: list[Unit],
+        measure: Measure,
+        progress: Progress | None,
+        label: str,
     ) -> list[Outcome]:
         """Measure units one after the other in this process."""
         plan = plan_digest(self.path)
-        steps = with_progress(units, progress, "units")
+        steps = with_progress(units, progress, label)
         return [run_unit(self.path, unit, measure, plan) for unit in steps]
 
     def _run_by(
@@ -245,6 +266,7 @@ class Folder:
         units: list[Unit],
         measure: Measure,
         progress: Progress | None,
+        label: str,
     ) -> list[Outcome]:
         """Let an executor measure the units that are not finished."""
         plan = plan_digest(self.path)
@@ -265,7 +287,7 @@ class Folder:
             others_measuring(),
             submitted(executor, _run_elsewhere, work) as ended,
         ):
-            for unit in with_progress(ended, progress, "units"):
+            for unit in with_progress(ended, progress, label):
                 try:
                     status, error_text = ended.futures[unit].result()
                     outcomes[unit] = Outcome(unit, status, error_text)
@@ -287,24 +309,48 @@ class Folder:
             return outcome
         return Outcome(unit, "failed", why_unfinished(self.path, unit))
 
+    def _recorded_as_finished(self, units: list[Unit]) -> set[Unit]:
+        """Return the units that a record says are finished; files are not read."""
+        return {
+            unit
+            for unit in units
+            if (record(self.path, unit) or {}).get("status") == "finished"
+        }
+
     def _kept_of(self, units: list[Unit]) -> str:
         """Say after an interrupt how many units are finished."""
-        records = [record(self.path, unit) or {} for unit in units]
-        n_finished = sum(content.get("status") == "finished" for content in records)
+        n_finished = len(self._recorded_as_finished(units))
         n_prompts = sum(n_kept(self.path, unit) for unit in units)
         and_prompts = ""
         if n_prompts:
-            noun = "prompt" if n_prompts == 1 else "prompts"
-            and_prompts = f", and {n_prompts} {noun} of others"
+            and_prompts = f", and {plural(n_prompts, 'prompt')} of others"
         return (
             f"interrupted: {self.path} keeps {n_finished} of {len(units)} finished"
             f"{and_prompts}; run the same again to do the rest"
         )
 
 
-def _shortened(plan: Mapping[str, Any], keys: list[str]) -> str:
-    """Return some entries of a plan in one short line."""
-    entries = {key: plan.get(key) for key in keys}
+def _label_of_bar(n_units: int, n_prompts: int) -> str:
+    """Return what a bar says: units, and how much of them an earlier run has done."""
+    kept = []
+    if n_units:
+        kept.append(f"{n_units} kept")
+    if n_prompts:
+        kept.append(f"{plural(n_prompts, 'prompt')} of others kept")
+    return f"units ({', '.join(kept)})" if kept else "units"
+
+
+def _shortened(
+    plan: Mapping[str, Any], other: Mapping[str, Any], keys: list[str]
+) -> str:
+    """Return some entries of a plan in one short line; of lists, what the other lacks."""
+    entries = {}
+    for key in keys:
+        value, other_value = plan.get(key), other.get(key)
+        if isinstance(value, list) and isinstance(other_value, list):
+            # Lists of the same in another order differ as a whole.
+            value = [item for item in value if item not in other_value] or value
+        entries[key] = value
     text = json.dumps(entries, ensure_ascii=False)
     return shorten(text, _MOST_OF_A_PLAN, placeholder="…")
 
