@@ -90,6 +90,36 @@ def test_pyproject_and_citation_agree() -> None:
     assert citation["version"] == tlc.__version__
     assert citation["license"] == PROJECT["license"]
     assert citation["repository-code"] == PROJECT["urls"]["Repository"]
+    paper, package = re.findall(
+        r"@\w+\{.*?\n\}", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    (cited,) = citation["references"]
+    authors = [
+        f"{who['family-names']}, {who['given-names']}" for who in cited["authors"]
+    ]
+    for entry, fields in (
+        (
+            paper,
+            {
+                "title": cited["title"].replace("LLMs", "{LLMs}"),
+                "author": " and ".join(authors),
+                "booktitle": cited["collection-title"],
+                "year": cited["year"],
+                "url": cited["url"],
+            },
+        ),
+        (
+            package,
+            {
+                "title": citation["title"].replace("_", r"\_"),
+                "author": f"{{{citation['authors'][0]['name']}}}".replace("_", r"\_"),
+                "version": citation["version"],
+                "url": citation["repository-code"],
+            },
+        ),
+    ):
+        found = dict(re.findall(r"^  (\w+) = \{(.*)\},?$", entry, re.MULTILINE))
+        assert found == {name: str(value) for name, value in fields.items()}
 
 
 def test_every_link_of_readme_leads_somewhere_on_a_package_index() -> None:

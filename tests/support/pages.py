@@ -8,6 +8,7 @@ not run here; `text` after a block is what it prints.
 """
 
 import argparse
+import ast
 import contextlib
 import io
 import json
@@ -81,6 +82,11 @@ def plots_in(code: str) -> list[str]:
     return re.findall(r"\bplot_\w+(?=\()", code)
 
 
+def draws_into(call: ast.Call) -> bool:
+    """Say whether a call gets Axes or a figure to draw in."""
+    return bool({"ax", "fig"} & {keyword.arg for keyword in call.keywords})
+
+
 class Block(NamedTuple):
     """A block of code, where it starts and ends on its page, what it needs that is not here, and
     what its page says that it prints.
@@ -97,10 +103,20 @@ class Block(NamedTuple):
 
     @property
     def plots(self) -> list[str]:
-        """Return the `plot_*` that the block calls, in order: one figure each."""
+        """Return the `plot_*` that the block calls, in order: one figure each, but for
+        those that draw in a figure that the block makes.
+        """
         if self.language != "python" or self.needs:
             return []
-        return plots_in(self.text)
+        calls = [
+            node
+            for node in ast.walk(ast.parse(self.text))
+            if isinstance(node, ast.Call)
+        ]
+        calls.sort(key=lambda call: (call.lineno, call.col_offset))
+        own_figures = [call.func for call in calls if not draws_into(call)]
+        names = [ast.unparse(function).rpartition(".")[2] for function in own_figures]
+        return [name for name in names if name.startswith("plot_")]
 
     def commands(self) -> list[list[str]]:
         """Return what stands after `tl-coupling`, of shell blocks."""
