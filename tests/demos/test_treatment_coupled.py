@@ -219,6 +219,21 @@ def test_the_design_says_what_the_code_does():
     assert f"−.0{-1e6 * report.SLOPE:.0f} nats per 1,000 steps" in page
 
 
+def test_what_was_taken_from_the_pilot_is_in_its_committed_results():
+    """The slope over steps, and what the term does by itself, by pandas alone."""
+    folder = Path(study.__file__).parent / "results" / "treatment_coupled"
+
+    def less_loss_alone(part: str) -> pandas.DataFrame:
+        models = pandas.read_csv(folder / f"models-{part}.csv").set_index("seed")
+        means = models.groupby("arm")[[report.OUTCOME, report.STEP]].mean()
+        return means - means.loc["loss alone"]
+
+    loss, steps = less_loss_alone("pilot").loc["loss alone × 0.8"]
+    assert pytest.approx(loss / steps, abs=5e-7) == report.SLOPE
+    twins = less_loss_alone("pilot-as-fast").loc[["twisted up", "twisted down"]]
+    assert twins[report.OUTCOME].max() == pytest.approx(report.OF_TERM, abs=5e-4)
+
+
 @pytest.mark.long("trains the models of a study")
 def test_the_study_runs_resumes_and_prints_what_it_found(tmp_path):
     # Seeds begin at 100, and each has another text: the small one is too short.
