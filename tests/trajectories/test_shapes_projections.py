@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import sklearn.decomposition
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -146,3 +147,15 @@ def test_two_tokens_have_one_component() -> None:
 def test_pca_refuses(x: Tensor, n_components: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trajectory_pca(x, n_components=n_components)
+
+
+def test_another_stream_is_projected_as_by_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randn(2, 4, 9, 7, generator=generator, dtype=torch.float64)
+    pca = trajectory_pca(first, n_components=3)
+    fitted = sklearn.decomposition.PCA(3).fit(first[-1].numpy())
+    expected = fitted.transform(second.flatten(0, 1).numpy()).reshape(4, 9, 3)
+    # Signs are a convention of each.
+    signs = np.sign((fitted.components_ * pca.components.numpy()).sum(1))
+    np.testing.assert_allclose(pca.project(second).numpy(), signs * expected)
+    torch.testing.assert_close(pca.project(first), pca.projected)

@@ -258,7 +258,7 @@ def model_input(model: Any, prompt: Any, prepend_bos: bool | None) -> ModelInput
     if is_pixels or isinstance(prompt, Image.Image | os.PathLike):
         raise TypeError(
             "this model reads text: wanted text or token ids, whole numbers; got "
-            f"{described_type(prompt)}"
+            f"{described_type(prompt)}; embeddings go through `trace_modules`"
         )
     tokens = tokens_of(model, prompt, prepend_bos)
     check_tokens(model, tokens.ids)

@@ -336,6 +336,20 @@ class TrajectoryPCA:
     projected: Float[Tensor, "n_layers_plus_1 *batch n_components"]
     explained_variance_ratio: Float[Tensor, " n_components"]
 
+    @checked
+    def project(
+        self, x: Float[Tensor, "*batch d_model"]
+    ) -> Float[Tensor, "*batch n_components"]:
+        """Return `(x − mean) componentsᵀ`: other streams, such as those of another
+        prompt, in these components.
+
+        Example:
+            >>> pca = tlc.trajectories.trajectory_pca(trace.residual)
+            >>> torch.allclose(pca.project(trace.residual), pca.projected, atol=1e-4)
+            True
+        """
+        return (x.to(self.mean) - self.mean) @ self.components.mT
+
     def __repr__(self) -> str:
         shares = ", ".join(
             f"{float(share):.0%}" for share in self.explained_variance_ratio

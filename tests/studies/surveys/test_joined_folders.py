@@ -73,7 +73,10 @@ def test_shards_are_the_whole(measured: dict[str, Path]) -> None:
 
 
 def test_what_was_not_measured_anywhere_is_missing(measured: dict[str, Path]) -> None:
-    joined = tlc.open_survey([measured["b"], measured["c"]])
+    with pytest.warns(
+        UserWarning, match="2 models and 3 prompts, but 1 of these pairs"
+    ):
+        joined = tlc.open_survey([measured["b"], measured["c"]])
     is_missing = joined.loss.sel(model="two").isnull().squeeze()
     # Prompts come in the order of the folders.
     assert joined["prompt"].values.tolist() == ["sums-1", "riddles-0", "sums-0"]

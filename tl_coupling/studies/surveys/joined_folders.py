@@ -1,5 +1,6 @@
 """Surveys in several folders as one: the shards of a job array of one's own."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ def joined_folders(
     _check_texts(surveys)
     _check_measured_once(surveys)
     _check_weights(surveys)
+    _warn_of_gaps(surveys)
     pieces = list(_with_alike_checkpoints(surveys).values())
     joined = pieces[0].reset_coords(["task", "text"]).drop_vars(_COSTS)
     for piece in pieces[1:]:
@@ -129,6 +131,22 @@ def _check_weights(surveys: "Mapping[str, xarray.Dataset]") -> None:
                     f"{model} has other weights in {folder} than in {first}: "
                     "give them different names"
                 )
+
+
+def _warn_of_gaps(surveys: "Mapping[str, xarray.Dataset]") -> None:
+    """Warn where a folder lacks prompts of another one, and has other models."""
+    asked: set[tuple[str, str]] = set()
+    for data in surveys.values():
+        models = data["model"].values.tolist()
+        asked.update(itertools.product(models, data["prompt"].values.tolist()))
+    all_models = {model for model, _ in asked}
+    all_prompts = {prompt for _, prompt in asked}
+    n_gaps = len(all_models) * len(all_prompts) - len(asked)
+    if n_gaps:
+        warn_caller(
+            f"the folders have {len(all_models)} models and {len(all_prompts)} prompts, "
+            f"but {n_gaps} of these pairs in none of them (NaN)"
+        )
 
 
 def _with_alike_checkpoints(

@@ -57,7 +57,7 @@ def open_survey(folder: AnyPath | Sequence[AnyPath]) -> "xarray.Dataset":
     They are in memory unless they are larger than half of it. Several folders, the
     shards of a job array, are joined: surveys with the same settings, each of other
     models, checkpoints or prompts, which have ids of their own. Units are then named
-    with their folder.
+    with their folder. A warning counts models and prompts that no folder has together.
 
     Returns:
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model
