@@ -18,7 +18,7 @@ from tl_coupling.results import RANDOM_AXES
 _COLORS = {
     "attn_out": labels.BLUE,
     "mlp_out": labels.VERMILION,
-    "mlp∘attn": labels.GREEN,
+    "mlp∘attn": labels.ORANGE,
     "skip": labels.BLACK,
 }
 _NAMES = {
@@ -30,7 +30,7 @@ _NAMES = {
 # More names of heads, pairs or layers than these would touch each other.
 _MOST_HEADS = 16
 _MOST_NAMED = 5
-_MOST_LAYER_TICKS = 10
+_MOST_LAYER_TICKS = 8
 
 
 @checked
@@ -176,7 +176,7 @@ def plot_head_coupling(
     results_by_name = labels.named(results, HeadCoupling)
     if any(len(set(result.layers)) < 2 for result in results_by_name.values()):
         raise ValueError("pairs of heads of different layers need two layers")
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 7.0)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.2)
     n_maps = len(results_by_name)
     # Two maps side by side at most; more would be too small for their layers.
     grid = fig.add_gridspec(2, n_maps, height_ratios=[1.25, 1])
@@ -193,9 +193,12 @@ def plot_head_coupling(
         layers = list(dict.fromkeys(result.layers))
         labels.name_ticks(ax.xaxis, layers, _MOST_LAYER_TICKS)
         labels.name_ticks(ax.yaxis, layers, _MOST_LAYER_TICKS)
-        ax.set_xlabel("whose singular vectors (layer)")
+        ax.set_xlabel("whose singular\nvectors (layer)")
         labels.entitle(ax, name)
-    maps[0].set_ylabel("whose Jacobian (layer)")
+    maps[0].set_ylabel("whose Jacobian\n(layer)")
+    # Rows are named once, on the left.
+    for ax in maps[1:]:
+        ax.tick_params(labelleft=False)
     for name, result, color in labels.assign_colors(results_by_name):
         _draw_shares(shares, result.of_different_layers, color=color, label=name)
     first = next(iter(results_by_name.values()))
@@ -222,13 +225,20 @@ def plot_head_coupling(
         xlim=(0, None),
     )
     labels.plain_legend(shares, loc="lower left", fontsize="small")
-    bar = fig.colorbar(image, ax=list(maps), label="largest of two layers' heads").ax
-    labels.mark_and_name_null(bar, _null_of_largest(first))
+    bar = fig.colorbar(
+        image,
+        ax=list(maps),
+        label="largest of two layers' heads",
+        orientation="horizontal",
+        shrink=0.6,
+        aspect=40,
+    ).ax
+    labels.mark_and_name_null(bar, _null_of_largest(first), is_upright=False)
     provenances = [result.provenance for result in results_by_name.values()]
     positions = [result.position for result in results_by_name.values()]
     title = (
-        f"{first.share_above_null:.2%} of pairs of heads couple more than any of "
-        f"{random.numel()} random ones (k = {first.k})"
+        f"{first.share_above_null:.2%} of pairs of heads couple · more than any of "
+        f"{random.numel()} random ones · k = {first.k}"
     )
     labels.entitle(fig, labels.heading(title, provenances, positions))
     return fig

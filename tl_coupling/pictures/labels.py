@@ -350,9 +350,9 @@ def shaded(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
 
     As many values have the same looks in all pictures.
     """
-    # The palest shades of the map are lost on white.
+    # The palest shades of the map are lost on white, first for readers without blue.
     ordered = sorted(set(values))
-    shades = colormaps["viridis"](np.linspace(0, 0.85, len(ordered)))
+    shades = colormaps["viridis"](np.linspace(0, 0.75, len(ordered)))
     return {
         value: {"color": to_hex(shade), "marker": marker}
         for value, shade, marker in zip(ordered, shades, MARKERS.values(), strict=False)
@@ -664,6 +664,23 @@ def plain_legend(
         text.set_text(plain(text.get_text()))
         text.set_parse_math(False)
     return legend
+
+
+def legend_below(figure: Figure, *panels: Axes, ncols: int = 2) -> None:
+    """Add one legend below all Axes of a figure, for what these panels name."""
+    handles, names = [], []
+    for ax in panels:
+        more_handles, more_names = ax.get_legend_handles_labels()
+        handles += more_handles
+        names += more_names
+    plain_legend(
+        figure,
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=ncols,
+        fontsize="small",
+    )
 
 
 def finish_lines(ax: Axes, title: str, **legend: Any) -> None:

@@ -143,20 +143,26 @@ def draw_maps(
     label = labels.short_measure(measure)
     if options:
         label = labels.measure_label(measure, k, **options)
-    bar = figure.colorbar(image, ax=axes, label=label).ax
+    # Beside two maps a bar would take the width that they need.
+    is_upright = len(maps) == 1
+    look: dict[str, Any] = {}
+    if not is_upright:
+        look = {"orientation": "horizontal", "shrink": 0.6, "aspect": 40}
+    bar = figure.colorbar(image, ax=axes, label=label, **look).ax
     # A null off the scale has no mark: at the edge it would look like a value.
     if low <= null <= high:
-        labels.mark_and_name_null(bar, null)
+        labels.mark_and_name_null(bar, null, is_upright=is_upright)
     return axes
 
 
 def _side_by_side(n: int, kind: str) -> list[Axes]:
-    """Return one to four Axes beside each other, in a new figure of a page's width."""
-    width, height = 6.4, 5.8
+    """Return one to four Axes beside each other, in a new figure."""
+    # More than two would be too small where two can be read on a telephone.
+    width = labels.PHONE_WIDTH if n <= 2 else labels.PAGE_WIDTH
+    height = 4.4
     if n > 1:
         # Tokens have longer names than layers.
-        height = 3.9 if kind == "depth" else 4.2
-        width, height = labels.PAGE_WIDTH, height * 2 / n
+        height = 3.7 if kind == "depth" else 4.2
     figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 
@@ -498,7 +504,7 @@ def _name_sides(
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
     # Half of a page has no room for them in one line.
-    gap = " " if is_depth or n_maps == 1 else "\n"
+    gap = " " if n_maps == 1 else "\n"
     ax.set_ylabel(f"whose Jacobian{gap}({connection}{row_layer})")
     ax.set_xlabel(f"whose singular vectors{gap}({connection}{column_layer})")
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):

@@ -265,10 +265,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
     # The survey may hold fewer than four of the variables.
     for ax in panels[len(variables) :]:
         ax.remove()
-    named_lines = panels[0].get_legend_handles_labels()
-    labels.plain_legend(
-        fig, *named_lines, loc="outside lower center", ncols=5, fontsize="small"
-    )
+    labels.legend_below(fig, panels[0], ncols=5)
     title = (
         f"The stream by depth, median and middle half over {_number_of_prompts(data)}"
     )
@@ -384,10 +381,7 @@ def plot_prompts(
             title = f"{names[run.model]}\n{axes[0].get_title()}"
             axes[0].set_title(title, fontsize="small", parse_math=False)
     if tasks:
-        named_lines = grid[0, 0].get_legend_handles_labels()
-        labels.plain_legend(
-            fig, *named_lines, loc="outside lower center", ncols=4, fontsize="small"
-        )
+        labels.legend_below(fig, grid[0, 0], ncols=4)
     if len(drawn_runs) == 1:
         models_drawn = drawn_runs[0].model
     else:
@@ -530,7 +524,7 @@ def plot_covariates(
         ax.remove()
     for ax in grid[:, 0]:
         ax.set_ylabel(y, parse_math=False)
-    title = f"{y} of models by size and training, each with its linear fit"
+    title = f"{y[:1].upper()}{y[1:]} of models by size and training, each with its linear fit"
     if "model" in table:
         title += "\nnamed: the models furthest from the line"
     if "family" in table:
