@@ -13,6 +13,7 @@ import pandas
 import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 import composition as composition_study
 import ladder
@@ -263,7 +264,7 @@ def heads_and_mlps() -> Figure:
     ax.plot([], [], color="0.85", linewidth=8, label="95 % of random")
     ax.axvline(0, **labels.NULL_LINE)
     ax.set_yticks([0, -1, -2], list(names.values()))
-    ax.set_xticks([-0.05, 0, 0.05])
+    ax.xaxis.set_major_locator(MaxNLocator(3))
     ax.set_xlabel("share of coupling minus share of J")
     ax.set_ylim(-2.5, 0.5)
     figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 1, "handletextpad": 0.6})
@@ -346,7 +347,7 @@ def treatment() -> Figure:
     ax.plot(without, 0 * without, "o", color=labels.BLACK, label="loss alone")
     ax.axvline(tlc.measures.mean_random_coupling(8), **labels.NULL_LINE)
     ax.set(
-        xlabel=f"mean coupling (dashed: {RANDOM_SUBSPACES})",
+        xlabel=f"coupling (dashed: {RANDOM_SUBSPACES})",
         ylabel="held-out loss less that of\nthe loss alone, nats",
     )
     figure.legend(**LEGEND | {"ncols": 3})

@@ -176,7 +176,7 @@ def plot_head_coupling(
     results_by_name = labels.named(results, HeadCoupling)
     if any(len(set(result.layers)) < 2 for result in results_by_name.values()):
         raise ValueError("pairs of heads of different layers need two layers")
-    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.2)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.6)
     n_maps = len(results_by_name)
     # Two maps side by side at most; more would be too small for their layers.
     grid = fig.add_gridspec(2, n_maps, height_ratios=[1.25, 1])
@@ -224,7 +224,7 @@ def plot_head_coupling(
         ylabel="share of pairs above",
         xlim=(0, None),
     )
-    labels.plain_legend(shares, loc="lower left", fontsize="small")
+    labels.legend_below(fig, shares, ncols=3)
     bar = fig.colorbar(
         image,
         ax=list(maps),
@@ -237,8 +237,8 @@ def plot_head_coupling(
     provenances = [result.provenance for result in results_by_name.values()]
     positions = [result.position for result in results_by_name.values()]
     title = (
-        f"{first.share_above_null:.2%} of pairs of heads couple · more than any of "
-        f"{random.numel()} random ones · k = {first.k}"
+        f"{first.share_above_null:.2%} of pairs of heads exceed all {random.numel()} "
+        f"random ones · k = {first.k}"
     )
     labels.entitle(fig, labels.heading(title, provenances, positions))
     return fig

@@ -41,7 +41,7 @@ def plot_products(
         >>> fig = tlc.plots.plot_products(tlc.dynamics.products(trace))
     """
     results_by_name = labels.named(results, Products)
-    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 4.0)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 4.4)
     largest, ratio = fig.subplots(1, 2)
     for name, result, color in labels.assign_colors(results_by_name):
         look = labels.marked(color, len(result.layers))
@@ -63,7 +63,7 @@ def plot_products(
     for ax in (largest, ratio):
         ax.set_xlabel("product up to layer")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    labels.legend_below(fig, largest)
+    labels.legend_below(fig, largest, ncols=1)
     labels.entitle(fig, _heading(_gains(results_by_name), results_by_name))
     return fig
 
