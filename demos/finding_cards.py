@@ -297,8 +297,8 @@ def directions() -> Figure:
     figure, ax = card()
     models = {"smollm2-135m": "SmolLM2", "gemma-3-270m-q4_k_m": "Gemma"}
     styles = (
-        ("shared", labels.BLUE, "o", CONTROLS["shared"]),
-        ("unshared", labels.ORANGE, "^", CONTROLS["unshared"]),
+        ("shared", labels.VERMILION, "s", CONTROLS["shared"]),
+        ("unshared", labels.BLUE, "o", CONTROLS["unshared"]),
     )
     names = []
     for model, short in models.items():

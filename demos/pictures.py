@@ -126,8 +126,7 @@ def ablation() -> Figure:
         path = RESULTS / "shared_directions" / f"smollm2-135m-{side}-1.csv"
         rows = pandas.read_csv(path).set_index("kind").loc[list(CONTROLS)]
         places = -np.arange(len(rows))
-        # The card's colour.
-        colors = [labels.BLUE, *["0.6"] * (len(rows) - 1)]
+        colors = [labels.VERMILION, *["0.6"] * (len(rows) - 1)]
         ax.barh(places, rows["loss_change"], color=colors)
         ax.hlines(places, rows["low"], rows["high"], color="black")
         ax.set_yticks(places, names if side == "read" else [], fontsize="small")

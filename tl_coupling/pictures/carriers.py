@@ -71,7 +71,7 @@ def plot_carriers(
         largest = max(largest, float(finite.abs().max()))
     axes: list[Any] = [ax]
     if ax is None:
-        figure = labels.new_figure(6.4 + (len(shown) - 1), 6.0)
+        figure = labels.new_figure(labels.PHONE_WIDTH, 4.6)
         axes = figure.subplots(1, len(shown), squeeze=False)[0].tolist()
     # Symmetric about 0, so that white means neither more nor less than the share of J.
     colors = labels.color_map("RdBu_r").with_extremes(bad=labels.UNDEFINED)
@@ -120,7 +120,7 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
     merged = result.by_branch()
     diagonal_shares = merged.by_layer("diagonal_share").cpu().numpy()
     jacobian_shares = merged.by_layer("jacobian_share").cpu().numpy()
-    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.2).subplots()
     for place, label in enumerate(merged.labels):
         name = _NAMES[label]
         look = labels.marked(_COLORS[label], len(result.row_layers))
@@ -145,7 +145,7 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
     labels.finish_lines(
         ax,
         _heading(result),
-        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 5},
+        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.18), "ncols": 2},
     )
     return ax
 

@@ -99,7 +99,7 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     Example:
         >>> fig = tlc.plots.plot_product_map(tlc.dynamics.product_map(trace))
     """
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 3.6)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 3.0)
     panels = fig.subplots(1, 2)
     gain = result.alignment_gain.numpy()
     # Centred on 0: white is what blocks turned at random would amplify. Runs that do
@@ -158,7 +158,7 @@ def plot_eigenvalues(
     first = next(iter(results_by_name.values()))
     plane_layers = _planes(first, layers)
     n_planes = len(plane_layers)
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 5.2)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 5.6)
     grid = fig.add_gridspec(2, n_planes, height_ratios=[1, 1.2])
     planes = [fig.add_subplot(grid[0, place]) for place in range(n_planes)]
     departures = fig.add_subplot(grid[1, :])
@@ -181,7 +181,7 @@ def plot_eigenvalues(
     departures.set(xlabel="layer", ylabel="departure from normality", ylim=(0, 1))
     departures.xaxis.set_major_locator(MaxNLocator(integer=True))
     # Of the dots and of the lines.
-    labels.legend_below(fig, planes[0], departures)
+    labels.legend_below(fig, planes[0], departures, ncols=1)
     labels.entitle(fig, _heading("Eigenvalues of blocks", results_by_name))
     return fig
 

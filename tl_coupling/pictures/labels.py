@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import matplotlib
@@ -624,8 +625,8 @@ def entitle(drawn: Axes | Figure, text: str) -> None:
     for part in " · ".join(rest).split(" · "):
         if len(lines) > 1 and len(lines[-1]) + len(part) + 3 <= room:
             lines[-1] += f" · {part}"
-        elif part:
-            lines.append(part)
+        else:
+            lines += wrap(part, room)
     set_title = drawn.set_title if isinstance(drawn, Axes) else drawn.suptitle
     title = set_title("\n".join(lines), fontsize="medium", parse_math=False)
     # Matplotlib makes the text of a title itself.
@@ -646,7 +647,8 @@ def _width(drawn: Axes | Figure) -> float:
     assert figure is not None
     width = float(figure.get_figwidth())
     is_alone = len(figure.axes) == 1
-    return 0.95 * width if is_alone else drawn.get_position().width * width
+    # A colour bar, which comes later, moves the middle of Axes that are alone.
+    return 0.8 * width if is_alone else drawn.get_position().width * width
 
 
 def escape_dollars(name: str) -> str:

@@ -30,7 +30,7 @@ _LEAST_SCALE = 0.12
 _LARGEST_PANEL = 20
 # Two maps side by side have half of the page each.
 _MOST_LAYERS_OF_TWO = 8
-_MOST_TOKENS_OF_TWO = 14
+_MOST_TOKENS_OF_TWO = 9
 # Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -194,7 +194,7 @@ def plot_spread(
             "the spread takes at least two prompts, or two tokens of one: this map has "
             "one of them"
         )
-    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.4, "compressed").subplots()
     k = result.k if k is None else k
     name = labels.measure_label(measure, k)
     label = f"standard deviation over {labels.n_averaged(result)} of\n{name}"
@@ -287,8 +287,8 @@ def plot_coupling_matrices(
     k = min(_LARGEST_PANEL, largest_k) if k is None else k
     panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
     vmax = vmax or _most_entries(panels)
-    width, height = (6.4, 5.8) if untrained is None else (labels.PAGE_WIDTH, 4.4)
-    fig = fig or labels.new_figure(width, height, "compressed")
+    height = 4.4 if untrained is None else 3.8
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, height, "compressed")
     axes = fig.subplots(1, len(grids), squeeze=False)[0]
     for ax, (name, grid), panel in zip(axes, grids.items(), panels, strict=True):
         # Centred on 0: A has both signs.
@@ -350,7 +350,7 @@ def plot_alignment_matrices(
         )
     matrices = getattr(result, sides)[drawn_layers][:, drawn_layers]
     panels = matrices.abs().cpu().numpy()
-    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.4, "compressed").subplots()
     # Square-root colours: cosines of random vectors, about 1/√d_model, are still seen.
     image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1), "magma")
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
@@ -396,9 +396,9 @@ def plot_influence(
         for name, result in panels.items()
     }
     n_sources = max(len(result.source_positions) for result in panels.values())
-    widest = (labels.PAGE_WIDTH - 1.2) / len(panels)
+    widest = (labels.PHONE_WIDTH - 0.8) / len(panels)
     width = min(widest, max(3.0, 1.2 + 0.22 * n_sources))
-    fig = fig or labels.new_figure(width * len(panels) + 1.2, 5.4)
+    fig = fig or labels.new_figure(width * len(panels) + 0.8, 5.0)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
     positive = np.concatenate(
         [value[np.isfinite(value) & (value > 0)] for value in values.values()]
@@ -505,8 +505,11 @@ def _name_sides(
         column_layer = f", layer {result.col_layers[0]}"
     # Half of a page has no room for them in one line.
     gap = " " if n_maps == 1 else "\n"
-    ax.set_ylabel(f"whose Jacobian{gap}({connection}{row_layer})")
-    ax.set_xlabel(f"whose singular vectors{gap}({connection}{column_layer})")
+    size = "medium" if n_maps == 1 else "small"
+    ax.set_ylabel(f"whose Jacobian{gap}({connection}{row_layer})", fontsize=size)
+    ax.set_xlabel(
+        f"whose singular vectors{gap}({connection}{column_layer})", fontsize=size
+    )
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:
