@@ -128,12 +128,13 @@ def test_the_smallest_letters_are_those_of_the_smallest_text():
 
 
 def test_a_title_has_a_small_second_line_until_it_is_replaced():
-    ax = tlc.plot_coupling(france("depth", 5))
+    wide = Figure(figsize=(8, 4)).subplots()
+    ax = tlc.plot_coupling(france("depth", 5), ax=wide)
     (first, head, _), (second, small, _) = sorted(
         (text for text in drawn_texts(ax.figure) if text[0] in ax.get_title()),
         key=lambda text: -text[1].y0,
     )[:2]
-    assert first == "Depth coupling · k = 10"
+    assert first.startswith("Depth coupling · k = 10 · mean")
     assert "model-with-a-long-name-7b" in second
     assert head.height > 1.2 * small.height
     assert head.y0 > small.y1

@@ -1,6 +1,7 @@
 """Draw heat maps: couplings, their spread, the matrices behind them, influence."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ _LARGEST_PANEL = 20
 # Two maps side by side have half of the page each.
 _MOST_LAYERS_OF_TWO = 8
 _MOST_TOKENS_OF_TWO = 9
+_LONGEST_SIDE_OF_TWO = 16
 # Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -287,7 +289,8 @@ def plot_coupling_matrices(
     k = min(_LARGEST_PANEL, largest_k) if k is None else k
     panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
     vmax = vmax or _most_entries(panels)
-    height = 4.4 if untrained is None else 3.8
+    # Tokens have longer names than layers.
+    height = 3.8 if untrained is not None and result.kind == "depth" else 4.4
     fig = fig or labels.new_figure(labels.PHONE_WIDTH, height, "compressed")
     axes = fig.subplots(1, len(grids), squeeze=False)[0]
     for ax, (name, grid), panel in zip(axes, grids.items(), panels, strict=True):
@@ -503,13 +506,14 @@ def _name_sides(
         connection = free_ends.get(fixed, "token")
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
-    # Half of a page has no room for them in one line.
-    gap = " " if n_maps == 1 else "\n"
-    size = "medium" if n_maps == 1 else "small"
-    ax.set_ylabel(f"whose Jacobian{gap}({connection}{row_layer})", fontsize=size)
-    ax.set_xlabel(
-        f"whose singular vectors{gap}({connection}{column_layer})", fontsize=size
+    side_names = (
+        f"whose Jacobian ({connection}{row_layer})",
+        f"whose singular vectors ({connection}{column_layer})",
     )
+    if n_maps > 1:
+        # Half of the width has no room for them in one line.
+        side_names = tuple(fill(name, _LONGEST_SIDE_OF_TWO) for name in side_names)
+    ax.set(ylabel=side_names[0], xlabel=side_names[1])
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:
