@@ -184,6 +184,6 @@ def draw(measured: pandas.DataFrame) -> Figure:
     figure.supylabel("coupling: share above chance", fontsize="small")
     labels.legend_below(figure, grid[0, 0], ncols=len(widths))
     title = "Coupling at equal held-out loss, by learning rate"
-    small = f"lines: means; small marks: models; · dashed: {RANDOM_SUBSPACES}"
+    small = f"lines: means; small marks: models · dashed: {RANDOM_SUBSPACES}"
     labels.entitle(figure, f"{title}\n{small}")
     return figure

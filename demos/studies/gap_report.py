@@ -237,7 +237,7 @@ def draw(table: pandas.DataFrame) -> Figure:
         ax.set_ylabel(label, fontsize="small")
     labels.legend_below(figure, columns[0][0], columns[0][2])
     title = "Gap and coupling at equal training loss"
-    small = "lines: means over models; · below: both less the means of their subset"
+    small = "lines: means over models · below: both less the means of their subset"
     labels.entitle(figure, f"{title}\n{small}")
     return figure
 

@@ -370,7 +370,7 @@ def draw(curves: pandas.DataFrame, models: pandas.DataFrame, k: int) -> Figure:
         draw_differences(grid[1, column], contrasts[contrasts["part"] == text])
     grid[0, 0].set_ylabel(f"mean coupling, k = {k}", fontsize="small")
     labels.legend_below(figure, *grid[:, 0])
-    small = "lines: means over seeds; · bars: paired differences in held-out loss, 95 % t intervals"
+    small = "lines: means over seeds · bars: paired differences in held-out loss, 95 % t intervals"
     title = "Coupling raised and lowered, and the held-out loss"
     labels.entitle(figure, f"{title}\n{small}")
     return figure

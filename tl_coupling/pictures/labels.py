@@ -157,6 +157,8 @@ class Title(Text):
     no type in common.
     """
 
+    size_of_rest = "x-small"
+
     def _parts(self, renderer: Any) -> list[Text]:
         """Return both parts as texts, each where it stands."""
         first, _, rest = self.get_text().partition("\n")
@@ -169,9 +171,7 @@ class Title(Text):
             "va": "bottom",
         }
         x, y = place
-        is_narrow = look["figure"].get_figwidth() <= PHONE_WIDTH
-        size = "small" if is_narrow else "x-small"
-        small = Text(x, y, rest, fontsize=size, color="0.35", **look)
+        small = Text(x, y, rest, fontsize=self.size_of_rest, color="0.35", **look)
         font = self.get_fontproperties()
         large = Text(x, y, first, fontproperties=font, **look)
         small_height = small.get_window_extent(renderer).height
@@ -631,6 +631,9 @@ def entitle(drawn: Axes | Figure, text: str) -> None:
     title = set_title("\n".join(lines), fontsize="medium", parse_math=False)
     # Matplotlib makes the text of a title itself.
     title.__class__ = Title
+    if is_narrow:
+        # Kept: where a figure is saved without its margins it has another width.
+        cast(Title, title).size_of_rest = "small"
 
 
 def untitle_for_print(ax: Axes) -> None:
