@@ -23,10 +23,11 @@ from rich.table import Table
 
 from benchmarks.questions import QUESTIONS
 from benchmarks.timing import console
+from tl_coupling.pictures import labels
 
 HERE = Path(__file__).parent
 SIDES = ("released", "ours")
-COLORS = {"gate": "C1", "jacobians": "C0", "svd": "C2"}
+COLORS = {"gate": labels.ORANGE, "jacobians": labels.BLUE, "svd": labels.VERMILION}
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
@@ -158,27 +159,33 @@ def picture(results: dict[str, dict[str, Any]]) -> Figure:
     }
     drawn = {draw: data for draw, data in panels.items() if data}
     figure = Figure(
-        figsize=(7 * min(2, len(drawn)), 4.8 * ((len(drawn) + 1) // 2)),
-        layout="constrained",
+        figsize=(labels.PHONE_WIDTH, 3.6 * len(drawn)), layout="constrained"
     )
-    for place, (draw, data) in enumerate(drawn.items(), 1):
-        draw(figure.add_subplot((len(drawn) + 1) // 2, min(2, len(drawn)), place), data)
+    # Each with a layout of its own: names of one panel take no width from the others.
+    parts = figure.subfigures(len(drawn), 1, squeeze=False)[:, 0]
+    for part, (draw, data) in zip(parts, drawn.items(), strict=True):
+        ax = part.subplots()
+        draw(ax, data)
+        part.suptitle(ax.get_title(), fontsize="medium")
+        ax.set_title("")
+        part.legend(
+            loc="outside lower center", ncols=2, fontsize="small", frameon=False
+        )
     return figure
 
 
 def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
     for side, color, name in (
-        ("released", "C3", "the released algorithm"),
-        ("ours", "C0", "tl_coupling"),
+        ("released", labels.VERMILION, "the released algorithm"),
+        ("ours", labels.BLUE, "tl_coupling"),
     ):
         runs = [run for run in results["runs"] if side in run]
         seconds = [run[side]["seconds"]["end to end"] for run in runs]
         ax.loglog(
             [run["shapes"]["n_pos"] for run in runs],
             seconds,
-            "o-",
-            color=color,
             label=name,
+            **labels.marked(color),
         )
     for run in results["runs"]:
         if "released" in run:
@@ -199,7 +206,6 @@ def _against_the_transcription(ax: Axes, results: dict[str, Any]) -> None:
         ylabel="seconds",
         title=f"{results['model']}: depth coupling, end to end",
     )
-    ax.legend()
 
 
 def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
@@ -215,9 +221,8 @@ def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
         ax.loglog(
             widths,
             [run["seconds"][stage] for run in runs],
-            "o-",
-            color=COLORS[stage],
             label=stage,
+            **labels.marked(COLORS[stage]),
         )
     _ticks(ax, widths)
     measured = (
@@ -225,7 +230,6 @@ def _by_width(ax: Axes, runs: list[dict[str, Any]]) -> None:
         f"tokens, k = {shapes['k']}"
     )
     ax.set(xlabel="d_model", ylabel="seconds", title=measured)
-    ax.legend()
 
 
 def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
@@ -241,27 +245,24 @@ def _over_bare(ax: Axes, runs: list[dict[str, Any]]) -> None:
     places = range(len(runs))
     ax.barh(places, jacobians, color=COLORS["jacobians"], label="jacobians")
     ax.barh(places, gates, left=jacobians, color=COLORS["gate"], label="gate")
-    ax.set_yticks(places, names, fontsize=8)
+    ax.set_yticks(places, names, fontsize="small")
     ax.set_xlim(0, 1.25 * max(run["jacobians_and_gate_over_bare"] for run in runs))
     ax.axvline(1, color="k", linestyle="--", linewidth=1, label="bare products")
     ax.invert_yaxis()
     ax.set(xlabel="× bare products", title="What Jacobians cost beyond their products")
-    ax.legend()
 
 
 def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
     """Draw a colour for each way, a style of line for each shape of spectrum."""
     ways = list(dict.fromkeys(way for run in runs for way in run["ways"]))
-    for color, way in enumerate(ways):
+    for number, way in enumerate(ways):
         for style, name in enumerate(dict.fromkeys(run["matrices"] for run in runs)):
             with_way = [
                 run for run in runs if run["matrices"] == name and way in run["ways"]
             ]
             seconds = [run["ways"][way]["seconds"] for run in with_way]
-            look = {
-                "color": f"C{color}",
-                "linestyle": ("-", "--", ":")[style % 3],
-                "marker": "o",
+            look = labels.numbered_look(number) | {
+                "linestyle": ("-", "--", ":")[style % 3]
             }
             ax.loglog(
                 [run["shape"][-1] for run in with_way],
@@ -283,7 +284,6 @@ def _top_of_spectra(ax: Axes, runs: list[dict[str, Any]]) -> None:
         ylabel="seconds",
         title=f"Top {runs[0]['k']} singular triplets",
     )
-    ax.legend()
 
 
 def _ticks(ax: Axes, places: Sequence[int]) -> None:

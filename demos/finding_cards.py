@@ -13,6 +13,7 @@ import pandas
 import xarray
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 import composition as composition_study
 import ladder
@@ -25,7 +26,6 @@ RESULTS = Path(__file__).parent / "studies" / "results"
 PROMPT = "What is the capital of France? The capital is"
 K = 10
 SIZE = 4.0, 2.5
-NULL_LINE = {"color": "black", "linestyle": ":", "linewidth": 1}
 # Over the axes, where it covers no mark.
 LEGEND = {"loc": "outside upper center", "ncols": 2, "frameon": False, "fontsize": 9}
 
@@ -42,7 +42,7 @@ def depth() -> Figure:
     """Coupling of every two layers of SmolLM2-135M, trained and untrained."""
     figure = Figure(figsize=SIZE, layout="constrained")
     # Axes of fixed proportions would push their titles over the edge.
-    figure.get_layout_engine().set(rect=(0, 0, 1, 0.98))
+    figure.get_layout_engine().set(rect=(0, 0, 1, 0.96))
     axes = figure.subplots(1, 2)
     axes[0].set_ylabel("layer")
     results = {}
@@ -50,10 +50,11 @@ def depth() -> Figure:
         model = tlc.load_model("smollm2-135m", untrained=name == "untrained")
         results[name] = tlc.depth_coupling(tlc.trace(model, PROMPT), k=K)
     low, high = color_scale(list(results.values()), K)
+    colors = labels.color_map(None).with_extremes(bad=labels.UNDEFINED)
     for ax, (name, result) in zip(axes, results.items(), strict=True):
         coupling = result.coupling(K).clone()
         coupling.fill_diagonal_(float("nan"))
-        image = ax.imshow(coupling.numpy(), vmin=low, vmax=high, cmap="viridis")
+        image = ax.imshow(coupling.numpy(), vmin=low, vmax=high, cmap=colors)
         ax.set_title(f"{name}: {result.mean():.3f}", fontsize=9)
         ax.set(xticks=[0, 10, 20, 29], yticks=[0, 10, 20, 29])
     figure.colorbar(
@@ -95,7 +96,7 @@ def composition() -> Figure:
                 markersize=5,
                 label=label if place == 0 else None,
             )
-    ax.axvline(0, **NULL_LINE)
+    ax.axvline(0, **labels.NULL_LINE)
     ax.set_yticks([-place for place in range(len(names))])
     ax.set_yticklabels([MODEL_NAMES[name] for name in names])
     ax.set_ylim(0.5 - len(names), 0.5)
@@ -119,7 +120,7 @@ def trajectories() -> Figure:
         ha = "center" if name == "trained" else "left"
         ax.annotate(name, (x, y), color=color, ha=ha)
     n_layers = 30
-    ax.axvline(n_layers**0.5, **NULL_LINE)
+    ax.axvline(n_layers**0.5, **labels.NULL_LINE)
     arrow = {"arrowstyle": "-", "linewidth": 0.8}
     ax.annotate(
         RANDOM_STEPS,
@@ -148,8 +149,8 @@ def training() -> Figure:
         text = f"loss {means.loc[step, 'loss']:.1f}"
         ax.annotate(text, (step, y), ha=ha, color=labels.BLUE)
     null = tlc.measures.mean_random_coupling(5)
-    ax.axhline(null, **NULL_LINE)
-    ax.annotate(RANDOM_SUBSPACES, (512, 0.02), ha="right", fontsize=9)
+    ax.axhline(null, **labels.NULL_LINE)
+    ax.annotate(RANDOM_SUBSPACES, (512, null - 0.01), va="top", ha="right", fontsize=9)
     # Steps are powers of two, and 0.
     ax.set_xscale("symlog", base=2, linthresh=1)
     ax.set_xticks([0, 1, 4, 16, 64, 512], ["0", "1", "4", "16", "64", "512"])
@@ -177,7 +178,7 @@ def generalization() -> Figure:
         )
         means = of_width.groupby("learning_rate")["above_chance"].mean()
         ax.plot(means, label=f"width {width}", **look)
-    ax.axhline(0, **NULL_LINE)
+    ax.axhline(0, **labels.NULL_LINE)
     ax.annotate(RANDOM_SUBSPACES, (0.001, 0), va="bottom", ha="left", fontsize=9)
     rates = sorted(at_mark["learning_rate"].unique())
     ax.set_xscale("log", base=2)
@@ -230,7 +231,7 @@ def redundancy() -> Figure:
         markerfacecolor="white",
         label="coupling, given depth",
     )
-    ax.axvline(0, **NULL_LINE)
+    ax.axvline(0, **labels.NULL_LINE)
     ax.set_yticks([0, -1, -2], list(names.values()))
     ax.set(xlabel="Spearman's ρ with the change in loss", xlim=(-1, 1))
     ax.set_ylim(-2.5, 0.5)
@@ -261,9 +262,9 @@ def heads_and_mlps() -> Figure:
             [], [], marker, color=color, label="untrained" if untrained else "trained"
         )
     ax.plot([], [], color="0.85", linewidth=8, label="95 % of random")
-    ax.axvline(0, **NULL_LINE)
+    ax.axvline(0, **labels.NULL_LINE)
     ax.set_yticks([0, -1, -2], list(names.values()))
-    ax.set_xticks([-0.05, 0, 0.05])
+    ax.xaxis.set_major_locator(MaxNLocator(3))
     ax.set_xlabel("share of coupling minus share of J")
     ax.set_ylim(-2.5, 0.5)
     figure.legend(**LEGEND | {"ncols": 3, "columnspacing": 1, "handletextpad": 0.6})
@@ -284,7 +285,7 @@ def amplification() -> Figure:
         places = [shift - tasks.index(task) for task in of_model["task"]]
         name = "trained" if checkpoint == "main" else checkpoint
         ax.plot(of_model["gain"], places, marker, color=color, alpha=0.7, label=name)
-    ax.axvline(0, **NULL_LINE)
+    ax.axvline(0, **labels.NULL_LINE)
     ax.set_yticks([-place for place in range(len(tasks))], tasks)
     ax.set_xlabel("gain in log σ₁ over blocks turned at random", loc="right")
     figure.legend(**LEGEND)
@@ -296,8 +297,8 @@ def directions() -> Figure:
     figure, ax = card()
     models = {"smollm2-135m": "SmolLM2", "gemma-3-270m-q4_k_m": "Gemma"}
     styles = (
-        ("shared", labels.BLUE, "o", CONTROLS["shared"]),
-        ("unshared", labels.ORANGE, "^", CONTROLS["unshared"]),
+        ("shared", labels.VERMILION, "s", CONTROLS["shared"]),
+        ("unshared", labels.BLUE, "o", CONTROLS["unshared"]),
     )
     names = []
     for model, short in models.items():
@@ -344,9 +345,9 @@ def treatment() -> Figure:
         )
     without = coupling["loss alone"]
     ax.plot(without, 0 * without, "o", color=labels.BLACK, label="loss alone")
-    ax.axvline(tlc.measures.mean_random_coupling(8), **NULL_LINE)
+    ax.axvline(tlc.measures.mean_random_coupling(8), **labels.NULL_LINE)
     ax.set(
-        xlabel=f"mean coupling (dotted: {RANDOM_SUBSPACES})",
+        xlabel=f"coupling (dashed: {RANDOM_SUBSPACES})",
         ylabel="held-out loss less that of\nthe loss alone, nats",
     )
     figure.legend(**LEGEND | {"ncols": 3})

@@ -79,22 +79,23 @@ def coupling() -> Figure:
 
 def carriers() -> Figure:
     """Shares of attention and MLP by layer, trained and untrained."""
-    figure = Figure(figsize=(labels.PAGE_WIDTH, 4.4), layout="constrained")
+    figure = Figure(figsize=(labels.PHONE_WIDTH, 4.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for ax, (name, trace) in zip(axes, traces().items(), strict=True):
-        tlc.plots.plot_carriers_by_depth(tlc.carriers(trace, k=K), ax=ax)
+    results = {name: tlc.carriers(trace, k=K) for name, trace in traces().items()}
+    for ax, (name, result) in zip(axes, results.items(), strict=True):
+        tlc.plots.plot_carriers_by_depth(result, ax=ax)
         ax.set_title(name, fontsize="medium")
         ax.get_legend().remove()
     axes[1].set_ylabel("")
-    handles, names = axes[0].get_legend_handles_labels()
-    labels.plain_legend(
-        figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
+    labels.legend_below(figure, axes[0])
+    branches = results["trained"].by_branch()
+    place = branches.labels.index("attn_out")
+    carried, size = (
+        float(branches.mean(share)[place])
+        for share in ("diagonal_share", "jacobian_share")
     )
-    title = (
-        "In SmolLM2-135M attention carries more coupling than its size, on one prompt\n"
-        f"k = {K} · “{PROMPT}”"
-    )
-    labels.entitle(figure, title)
+    title = f"Attention carries {carried:.0%} of coupling; it is {size:.0%} of J"
+    labels.entitle(figure, f"{title}\nSmolLM2-135M, trained · k = {K} · “{PROMPT}”")
     return figure
 
 
@@ -118,8 +119,9 @@ def heads() -> Figure:
 
 def ablation() -> Figure:
     """What removing shared directions costs, beside controls; the first token is kept."""
-    figure = labels.new_figure(labels.PAGE_WIDTH, 3.4)
-    names = [fill(CONTROL_NAMES[kind], 24) for kind in CONTROLS]
+    figure = labels.new_figure(labels.PHONE_WIDTH, 3.6)
+    names = [fill(CONTROL_NAMES[kind], 20) for kind in CONTROLS]
+    costs = []
     for ax, side in zip(figure.subplots(1, 2), ("read", "write"), strict=True):
         path = RESULTS / "shared_directions" / f"smollm2-135m-{side}-1.csv"
         rows = pandas.read_csv(path).set_index("kind").loc[list(CONTROLS)]
@@ -127,45 +129,51 @@ def ablation() -> Figure:
         colors = [labels.VERMILION, *["0.6"] * (len(rows) - 1)]
         ax.barh(places, rows["loss_change"], color=colors)
         ax.hlines(places, rows["low"], rows["high"], color="black")
-        ax.set_yticks(places, names if side == "read" else [])
-        ax.set_title(f"directions that blocks {side}", fontsize="medium")
-        ax.set(xlabel="change in loss, nats per token")
+        ax.set_yticks(places, names if side == "read" else [], fontsize="small")
+        ax.set_title(f"that blocks {side}", fontsize="medium")
+        ax.tick_params(axis="x", labelsize="small")
+        costs.append(f"{rows['loss_change'].iloc[0]:.1f}")
         if side == "write":
             uniform = np.log(VOCABULARY) - rows["loss"].iloc[0]
             ax.axvline(uniform, **labels.NULL_LINE)
             ax.annotate(
                 "a uniform\nprediction",
-                (uniform, -3),
-                (6, 0),
+                (uniform, -4.5),
+                (-6, 0),
                 textcoords="offset points",
+                ha="right",
                 va="center",
                 fontsize="small",
             )
         ax.spines[["top", "right"]].set_visible(False)
-    title = "Removing shared directions costs more than most controls of the same rank"
-    labels.entitle(figure, f"{title}\nSmolLM2-135M, 40 texts, 95 % t intervals")
+    figure.supxlabel("change in loss, nats per token", fontsize="small")
+    title = f"Shared directions removed cost {' and '.join(costs)} nats"
+    small = "read and written, beside others of the same number"
+    labels.entitle(
+        figure, f"{title}\n{small} · SmolLM2-135M, 40 texts, 95 % t intervals"
+    )
     return figure
 
 
 def rotation() -> Figure:
     """What rotated blocks cost by angle: together, apart, and the control."""
     sides = {
-        "write": "what blocks write: R f(h)",
-        "read": "what they read: f(R h)",
-        "both": "both: R f(Rᵀ h)",
+        "write": "what blocks write turns: R f(h)",
+        "read": "what they read turns: f(R h)",
+        "both": "both turn: R f(Rᵀ h)",
     }
     rows = pandas.concat(
         pandas.read_csv(RESULTS / "rotation" / f"{side}.csv") for side in sides
     )
     uniform = np.log(VOCABULARY) - rows.drop_duplicates("text")["loss"].mean()
     n_texts = rows["text"].nunique()
-    figure = labels.new_figure(labels.PAGE_WIDTH, 3.4)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 6.6)
     kinds = {
         "together": labels.VERMILION,
         "apart": labels.BLUE,
         "shrunk": "0.5",
     }
-    axes = figure.subplots(1, 3, sharey=True)
+    axes = figure.subplots(3, 1, sharex=True, sharey=True)
     for ax, (side, title) in zip(axes, sides.items(), strict=True):
         of_side = rows[rows["side"] == side]
         for kind, color in kinds.items():
@@ -179,25 +187,15 @@ def rotation() -> Figure:
         ax.axhline(uniform, label="a uniform prediction", **labels.NULL_LINE)
         ax.set_title(title, fontsize="medium")
         ax.set_xticks(sorted(of_side["angle"].unique()))
-        ax.set(xlabel="angle θ (degrees)")
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set(ylabel="change in loss, nats per token")
-    # A legend inside the axes would lie on the lines.
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        names,
-        frameon=False,
-        fontsize="small",
-        ncols=2,
-        loc="outside lower center",
-    )
-    title = (
-        "Where reads turn, one rotation for all blocks costs less than one each, to 45°"
-    )
+    axes[1].set(ylabel="change in loss, nats per token")
+    axes[-1].set(xlabel="angle θ (degrees)")
+    labels.legend_below(figure, axes[0])
+    title = "What rotated blocks cost, by angle"
     small = (
-        "writes alone: no difference seen at 10°, more at 20° and 90°, less at 45° · "
-        f"SmolLM2-135M, {n_texts} texts, 95 % t intervals"
+        "Where reads turn, one rotation for all blocks costs · less than one each, to "
+        "45° · writes alone: no difference seen at 10°, · more at 20° and 90°, less at "
+        f"45° · SmolLM2-135M, {n_texts} texts, 95 % t intervals"
     )
     labels.entitle(figure, f"{title}\n{small}")
     return figure
@@ -207,15 +205,16 @@ def paths() -> Figure:
     """Shapes of trajectories, and what of the stream blocks' eigenvectors hold."""
     shapes = pandas.read_csv(RESULTS / "paths" / "shapes.csv")
     others = shapes[shapes["tokens"] == "others"]
-    figure = labels.new_figure(labels.PAGE_WIDTH, 6.0)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 5.8)
     grid = figure.add_gridspec(2, 2)
     left, middle = (figure.add_subplot(grid[0, place]) for place in (0, 1))
     right = figure.add_subplot(grid[1, :])
-    histograms(left, others, "line_shape_score", "line-shape score (1: a line)")
+    histograms(left, others, "line_shape_score", "line-shape score\n(1: a line)")
     n_layers = 30
-    left.axvline(n_layers**0.5, label=RANDOM_STEPS, **labels.NULL_LINE)
-    left.legend(frameon=False, fontsize="small", loc="upper center")
-    histograms(middle, others, "expodistance", "expodistance (0: exponential)")
+    random_score = n_layers**0.5
+    left.axvline(random_score, label=RANDOM_STEPS, **labels.NULL_LINE)
+    histograms(middle, others, "expodistance", "expodistance\n(0: exponential)")
+    middle.set_ylabel("")
     by_layer = pandas.read_csv(RESULTS / "paths" / "eigenvectors.csv")
     for name, color in COLORS.items():
         of_model = by_layer[by_layer["model"] == name].groupby("layer")
@@ -223,16 +222,24 @@ def paths() -> Figure:
             values = of_model[column].mean()
             label = {"write": "written", "eigenvectors": "eigenvectors"}[column]
             right.plot(values, style, color=color, label=f"{label}, {name}")
-    right.set(xlabel="layer", ylabel=f"share of ‖x‖² in {K} directions", ylim=(0, 0.8))
-    right.legend(
-        frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5)
+    right.set(
+        xlabel="layer", ylabel=f"share of ‖x‖²\nin {K} directions", ylim=(0, None)
     )
     for ax in (left, middle, right):
         ax.spines[["top", "right"]].set_visible(False)
+        ax.tick_params(labelsize="small")
+    labels.legend_below(figure, left, right)
+    scores = others.groupby("model")["line_shape_score"].mean()
+    title = (
+        f"Line-shape score {scores['trained']:.2f} trained, "
+        f"{scores['untrained']:.2f} untrained"
+    )
     n_texts = int((others["model"] == "trained").sum())
-    title = "In the trained model paths are straighter than random steps"
-    below = f"below: share of the stream in {K} directions, means over texts"
-    labels.entitle(figure, f"{title}\nSmolLM2-135M, {n_texts} texts; {below}")
+    small = (
+        f"{RANDOM_STEPS} {random_score:.2f} · SmolLM2-135M, means over {n_texts} texts"
+    )
+    below = f"below: share of the stream in {K} directions"
+    labels.entitle(figure, f"{title}\n{small} · {below}")
     return figure
 
 
@@ -243,7 +250,6 @@ def histograms(ax: Axes, table: pandas.DataFrame, column: str, label: str) -> No
         values = table.loc[table["model"] == name, column]
         ax.hist(values, bins, color=color, alpha=0.8, label=name)
     ax.set(xlabel=label, ylabel="texts")
-    ax.legend(frameon=False, fontsize="small")
 
 
 def sizes() -> Figure:
@@ -315,10 +321,8 @@ def lens_products() -> Figure:
         for source in sources
     }
     later = pandas.read_csv(lens_study.RESULTS / "later" / "smollm2-135m.csv")
-    tables["SmolLM2-135M\nto later tokens"] = later[later["tokens"] == "later"]
-    figure = lens_study.draw(tables)
-    labels.entitle(figure, "A lens is not the product of mean blocks")
-    return figure
+    tables["SmolLM2-135M to later tokens"] = later[later["tokens"] == "later"]
+    return lens_study.draw(tables)
 
 
 # README's picture lies beside the pages, those of findings in a folder.

@@ -239,7 +239,7 @@ def draw(data: xarray.Dataset, run: Run, k: int, out: Path) -> list[Path]:
     steps = data["checkpoint"].values.tolist()
     highest = data["mean_coupling"].sel(k=k).mean(["seed", "prompt"]).idxmax()
     drawn_steps = sorted({steps[0], steps[len(steps) // 2], int(highest), steps[-1]})
-    arcs = Figure(figsize=(7.4, 3 * len(drawn_steps)), layout="constrained")
+    arcs = Figure(figsize=(4.6, 3 * len(drawn_steps)), layout="constrained")
     for ax, step in zip(
         arcs.subplots(len(drawn_steps), 1, squeeze=False)[:, 0],
         drawn_steps,

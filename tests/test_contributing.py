@@ -67,7 +67,7 @@ def plot_norms(result: CouplingMap, *, ax: Axes | None = None) -> Axes:
     Example:
         >>> ax = tlc.plots.plot_norms(tlc.depth_coupling(trace, k=4))
     """
-    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 3.6).subplots()
     ax.plot(result.row_layers, result.frobenius_norms.cpu().numpy())
     ax.set(xlabel="layer", ylabel="Frobenius norm of J")
     return ax

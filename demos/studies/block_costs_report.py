@@ -391,9 +391,12 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     """Costs against coupling: a row for each change; as they are, and the parts of both
     that the other predictors do not give; a marker for each model.
     """
-    figure = labels.new_figure(labels.PAGE_WIDTH, 5.6)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 5.2)
     grid = figure.subplots(2, 2, sharey=True)
-    looks = list(labels.MARKERS.items())
+    # Three that differ in lightness: small marks of other hues look alike to
+    # colour-blind readers.
+    colors = (labels.BLUE, labels.ORANGE, labels.BLACK)
+    looks = [(color, labels.MARKERS[color]) for color in colors]
     for row, change in zip(grid, CHANGES, strict=True):
         for (name, table), (color, marker) in zip(tables.items(), looks, strict=False):
             model = blocks_of(table, change)
@@ -413,15 +416,12 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
         ax.set_xlabel("coupling")
     for ax in grid.flat:
         ax.spines[["top", "right"]].set_visible(False)
-    handles, names = grid[0, 0].get_legend_handles_labels()
-    labels.plain_legend(
-        figure, handles, names, loc="outside lower center", ncols=4, fontsize="small"
-    )
+        ax.tick_params(labelsize="small")
+    labels.legend_below(figure, grid[0, 0])
     title = "What blocks cost, against their coupling with others"
     labels.entitle(
         figure,
-        f"{title}\nnormal scores of ranks within each model; left as they are, right "
-        "the parts that block influence,\n‖J‖, tr J / d, captured energy and depth do not "
-        "give",
+        f"{title}\nnormal scores of ranks within each model; right the · parts that block "
+        "influence, ‖J‖, tr J / d, captured energy · and depth do not give",
     )
     return figure

@@ -182,16 +182,8 @@ def draw(measured: pandas.DataFrame) -> Figure:
         ax.minorticks_off()
         ax.set_xlabel("learning rate", fontsize="small")
     figure.supylabel("coupling: share above chance", fontsize="small")
-    handles, names = grid[0, 0].get_legend_handles_labels()
-    labels.plain_legend(
-        figure,
-        handles,
-        names,
-        loc="outside lower center",
-        ncols=len(widths),
-        fontsize="small",
-    )
-    title = "At equal held-out loss, coupling differs · with the learning rate"
-    small = f"lines: means; small marks: models; · dashed: {RANDOM_SUBSPACES}"
+    labels.legend_below(figure, grid[0, 0], ncols=len(widths))
+    title = "Coupling at equal held-out loss, by learning rate"
+    small = f"lines: means; small marks: models · dashed: {RANDOM_SUBSPACES}"
     labels.entitle(figure, f"{title}\n{small}")
     return figure

@@ -39,12 +39,14 @@ is not run again. Minutes for each model, the time of 20 texts with 600 dimensio
 """
 
 import argparse
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas
 import torch
 from jaxtyping import Float
@@ -62,9 +64,9 @@ from tl_coupling.pictures import labels
 
 # What is drawn, and what it is called there.
 DRAWN = {
-    "raw": "raw",
-    "without identity": "without identity",
-    "without large directions": "and large directions",
+    "raw": "as it is",
+    "without identity": "without the identity",
+    "without large directions": "nor large directions",
     "identity alone": "identity alone",
     "whitened": "whitened",
     "turned": "turned",
@@ -299,44 +301,48 @@ def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     """Draw coupling of each model after each change, trained and untrained, with what
     whitening does in metrics turned at random.
     """
-    figure = labels.new_figure(labels.PAGE_WIDTH, 2.9)
-    panels = figure.subplots(1, len(tables), sharex=True, sharey=True, squeeze=False)[0]
+    n_rows = math.ceil(len(tables) / 2)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 1.2 + 1.9 * n_rows)
+    grid = figure.subplots(n_rows, 2, sharex=True, sharey=True, squeeze=False)
     # The first is at the top.
-    places = range(len(DRAWN), 0, -1)
-    for ax, (source, table) in zip(panels, tables.items(), strict=True):
-        for name, color in (
-            ("untrained", labels.UNTRAINED),
-            ("trained", labels.TRAINED),
+    places = np.arange(len(DRAWN), 0, -1)
+    for ax, (source, table) in zip(grid.flat, tables.items(), strict=False):
+        # Beside each other: both may be 0.
+        for name, color, shift in (
+            ("trained", labels.TRAINED, 0.18),
+            ("untrained", labels.UNTRAINED, -0.18),
         ):
             of_model = table[table["model"] == name]
             means, errors = zip(
                 *(mean_and_error(of_model, change) for change in DRAWN), strict=True
             )
             look = {"color": color, "markersize": 4, "label": name}
-            ax.errorbar(means, places, xerr=errors, fmt=labels.MARKERS[color], **look)
+            marker = labels.MARKERS[color]
+            ax.errorbar(means, places + shift, xerr=errors, fmt=marker, **look)
         at_random = table[table["change"] == AT_RANDOM].groupby("draw")["coupling"]
         draws = at_random.mean()
-        place = places[list(DRAWN).index(WHITENED)] - 0.35
+        place = places[list(DRAWN).index(WHITENED)] - 0.45
         ax.plot(
             [draws.min(), draws.max()],
             [place, place],
-            color=labels.ORANGE,
+            color="0.6",
             linewidth=3,
             label="metrics turned at random",
         )
         ax.axvline(0, **labels.NULL_LINE)
         n_texts = table.loc[table["change"] == "raw", "text"].nunique()
         ax.set_title(f"{model_name(source)}\n{n_texts} texts", fontsize="small")
-        ax.set_yticks(list(places), DRAWN.values())
+        ax.set_yticks(places, DRAWN.values())
+        ax.tick_params(labelsize="small")
         ax.spines[["top", "right"]].set_visible(False)
-    handles, names = panels[0].get_legend_handles_labels()
-    labels.plain_legend(
-        figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
-    )
+    for ax in grid.flat[len(tables) :]:
+        ax.remove()
+    labels.legend_below(figure, grid[0, 0])
     labels.entitle(
         figure,
-        "What is left of coupling without multiples of the identity, and in other metrics"
-        f"\ncoupling above chance, k = {K}: means over texts with 95 % t intervals",
+        "Coupling without multiples of the identity"
+        f"\nand in other metrics, above chance, k = {K} · means over texts with 95 % t "
+        "intervals",
     )
     return figure
 

@@ -235,16 +235,9 @@ def draw(table: pandas.DataFrame) -> Figure:
     y_labels = ("gap, nats", "coupling: share above chance", "gap less mean")
     for ax, label in zip(columns[0], y_labels, strict=True):
         ax.set_ylabel(label, fontsize="small")
-    handles, names = [], []
-    for ax in (columns[0][0], columns[0][2]):
-        more_handles, more_names = ax.get_legend_handles_labels()
-        handles += more_handles
-        names += more_names
-    labels.plain_legend(
-        figure, handles, names, loc="outside lower center", ncols=2, fontsize="small"
-    )
+    labels.legend_below(figure, columns[0][0], columns[0][2])
     title = "Gap and coupling at equal training loss"
-    small = "lines: means over models; · below: both less the means of their subset"
+    small = "lines: means over models · below: both less the means of their subset"
     labels.entitle(figure, f"{title}\n{small}")
     return figure
 
@@ -266,7 +259,8 @@ def draw_within(ax: Axes, reached: pandas.DataFrame) -> None:
     means = reached.groupby("subset")[columns].transform("mean")
     within = reached[columns] - means
     rates = sorted(reached["learning_rate"].unique())
-    for rate, color in zip(rates, labels.COLORS[1:], strict=False):
+    # Two that differ in lightness, for colour-blind readers too.
+    for rate, color in zip(rates, (labels.VERMILION, labels.SKY), strict=False):
         rows = within[reached["learning_rate"] == rate]
         look = labels.marked(color) | {"linestyle": "", "markevery": 1}
         ax.plot(rows["coupling"], rows["gap"], label=f"learning rate {rate:g}", **look)

@@ -26,12 +26,14 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 import pandas
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from scipy import stats
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -238,32 +240,37 @@ def correlations_with(coupling: np.ndarray, pairs: pandas.DataFrame) -> list[str
 
 def draw(tables: Mapping[str, pandas.DataFrame]) -> Figure:
     """Draw the defect of spans and the covariation of neighbours, a column a model."""
-    figure = labels.new_figure(labels.PAGE_WIDTH, 5.2)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 5.4)
     grid = figure.subplots(2, len(tables), squeeze=False, sharey="row")
-    colors = {
-        OWN: labels.BLUE,
-        OTHER_PROMPTS: labels.ORANGE,
-        TURNED: labels.BLACK,
-    }
+    colors = {OWN: labels.BLUE, OTHER_PROMPTS: labels.ORANGE}
     for column, (name, table) in zip(grid.T, tables.items(), strict=True):
         for ax, measure in zip(column, ("defect", "covariation"), strict=True):
-            for control, color in colors.items():
+            for control in (OWN, OTHER_PROMPTS, TURNED):
                 values = by_control(table, measure)[control]
                 # The last block alone has no defect, up to rounding.
                 values = values[: len(by_control(table, "covariation"))]
-                look = labels.marked(color, len(values))
+                look = labels.NULL_LINE
+                if control in colors:
+                    look = labels.marked(colors[control], len(values))
                 ax.plot(values, label=CONTROL_LABELS[control], **look)
             ax.set_yscale("log")
+            ax.tick_params(labelsize="small")
         n_prompts = int(table["n_prompts"].iloc[0])
-        column[0].set_title(f"{name}, {n_prompts} texts", fontsize="medium")
-        column[0].set_xlabel("from layer … to the last")
-        column[1].set_xlabel("layer … and the next")
-    grid[0, 0].set_ylabel("defect")
-    grid[1, 0].set_ylabel("covariation")
-    handles, names = grid[0, 0].get_legend_handles_labels()
-    labels.plain_legend(
-        figure, handles, names, loc="outside lower center", ncols=3, fontsize="small"
-    )
+        # A column has room for fourteen letters.
+        lines = wrap(name.replace("-Coder-", "- Coder-"), 14)
+        heading = "\n".join([*lines, f"{n_prompts} texts"])
+        column[0].set_title(heading, fontsize="small")
+    for row, y_label in zip(grid, ("defect", "covariation"), strict=True):
+        row[0].set_ylabel(y_label, fontsize="small")
+        # Less than a decade has no power of ten to name.
+        row[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        row[0].yaxis.set_major_formatter("{x:g}")
+        row[0].yaxis.set_minor_formatter(NullFormatter())
+    middle = grid[:, len(tables) // 2]
+    middle[0].set_xlabel("from layer … to the last", fontsize="small")
+    middle[1].set_xlabel("layer … and the next", fontsize="small")
+    labels.legend_below(figure, grid[0, 0])
+    labels.entitle(figure, "Products of mean blocks, and means of products")
     return figure
 
 

@@ -343,21 +343,12 @@ def draw(models: pandas.DataFrame, curves: pandas.DataFrame) -> Figure:
     below.set_xlabel("difference in held-out loss, nats", fontsize="small")
     below.tick_params(labelsize="small")
     below.xaxis.set_major_locator(MaxNLocator(4, symmetric=True))
-    handles, names = above.get_legend_handles_labels()
-    bars = below.get_legend_handles_labels()
-    labels.plain_legend(
-        figure,
-        handles + bars[0],
-        names + bars[1],
-        loc="outside lower center",
-        ncols=2,
-        fontsize="small",
-    )
+    labels.legend_below(figure, above, below)
     means = of_part.groupby("arm")[COUPLING].mean()
     n = of_part["seed"].nunique()
     coupled = (
         f"{means[ALONE]:.2f} without, {means['down']:.2f} and {means['up']:.2f} with"
     )
-    title = "Coupling is raised and lowered where models have it"
+    title = "Coupling raised and lowered where models have it"
     labels.entitle(figure, f"{title}\n{coupled}; {n} seeds, at equal training loss")
     return figure

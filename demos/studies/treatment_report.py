@@ -369,18 +369,9 @@ def draw(curves: pandas.DataFrame, models: pandas.DataFrame, k: int) -> Figure:
         grid[0, column].set_title(f"{text} text", fontsize="small")
         draw_differences(grid[1, column], contrasts[contrasts["part"] == text])
     grid[0, 0].set_ylabel(f"mean coupling, k = {k}", fontsize="small")
-    handles, names = grid[0, 0].get_legend_handles_labels()
-    bars = grid[1, 0].get_legend_handles_labels()
-    labels.plain_legend(
-        figure,
-        handles + bars[0],
-        names + bars[1],
-        loc="outside lower center",
-        ncols=2,
-        fontsize="small",
-    )
-    small = "lines: means over seeds; · bars: paired differences in held-out loss, 95 % t intervals"
-    title = "Coupling is raised and lowered; the loss hardly follows"
+    labels.legend_below(figure, *grid[:, 0])
+    small = "lines: means over seeds · bars: paired differences in held-out loss, 95 % t intervals"
+    title = "Coupling raised and lowered, and the held-out loss"
     labels.entitle(figure, f"{title}\n{small}")
     return figure
 

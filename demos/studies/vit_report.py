@@ -350,13 +350,5 @@ def described(study: Study) -> str:
 
 def finished(figure: Figure, ax: Axes) -> Figure:
     """One legend for all panels."""
-    handles, names = ax.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        names,
-        frameon=False,
-        loc="outside lower center",
-        ncols=3,
-        fontsize="small",
-    )
+    labels.legend_below(figure, ax, ncols=3)
     return figure

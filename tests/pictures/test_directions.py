@@ -181,7 +181,7 @@ def test_rotations_are_rows_with_a_line_for_each_prompt() -> None:
     assert words[1].startswith("together − shrunk\n")
     rows = [tick.get_text() for tick in ax.get_yticklabels()]
     assert rows[:2] == ["one rotation,\ncoupling kept", "one each,\ncoupling destroyed"]
-    assert "read and write · θ = 30° · 2 layers, 6 prompts" in ax.get_title()
+    assert "read and write · θ = 30°\n2 layers, 6 prompts" in ax.get_title()
 
 
 @pytest.mark.filterwarnings("ignore:the difference of single samples")

@@ -19,6 +19,9 @@ from tl_coupling.pictures import labels
 
 PLOTS = [name for name in tlc.plots.__all__ if name.startswith("plot_")]
 
+# Pixels of a page on a telephone.
+TELEPHONE = 358
+
 pytestmark = pytest.mark.usefixtures("pyplot_untouched")
 
 
@@ -36,8 +39,7 @@ def test_the_example_of_each_plot_can_be_read(name, request, monkeypatch):
     problems = [problem for figure in figures for problem in unreadable(figure)]
     assert problems == []
     assert [problem for figure in figures for problem in mixed_up(figure)] == []
-    # Wider ones have letters too small to read on a page.
-    assert max(figure.get_figwidth() for figure in figures) <= labels.PAGE_WIDTH
+    assert min(smallest_letters(figure, TELEPHONE) for figure in figures) >= 9
 
 
 PROMPT = "What is the capital of France ? The capital is"
@@ -71,7 +73,7 @@ def test_maps_and_matrices_can_be_read_alone_and_beside_the_twin(kind, n):
             ]
             for figure in drawn:
                 assert unreadable(figure) == []
-                assert figure.get_figwidth() <= labels.PAGE_WIDTH
+                assert smallest_letters(figure, TELEPHONE) >= 9
 
 
 def test_lines_of_layers_can_be_read():
@@ -122,11 +124,12 @@ def test_the_smallest_letters_are_those_of_the_smallest_text():
     figure.text(0.1, 0.1, "small", fontsize="small")
     figure.text(0.1, 0.5, "medium", fontsize="medium")
     # 8.33 points, of 72 in an inch of 358 / 4.6 pixels.
-    assert smallest_letters(figure, 358) == pytest.approx(9.005, abs=0.01)
+    assert smallest_letters(figure, TELEPHONE) == pytest.approx(9.005, abs=0.01)
 
 
 def test_a_title_has_a_small_second_line_until_it_is_replaced():
-    ax = tlc.plot_coupling(france("depth", 5))
+    wide = Figure(figsize=(8, 4)).subplots()
+    ax = tlc.plot_coupling(france("depth", 5), ax=wide)
     (first, head, _), (second, small, _) = sorted(
         (text for text in drawn_texts(ax.figure) if text[0] in ax.get_title()),
         key=lambda text: -text[1].y0,

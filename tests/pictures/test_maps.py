@@ -222,21 +222,21 @@ def test_a_mean_over_prompts_is_drawn_and_says_of_how_many():
 def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
-        "Depth coupling · k = 2 · mean 0.274, random subspaces 0.293\n"
-        "tiny at checkpoint 0 (untrained) · “It costs $5 or $6” · token 3 ‘\\n’"
+        "Depth coupling · k = 2\nmean 0.274, random subspaces 0.293\n"
+        "tiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
 
 
 def test_coupling_title_shortens_a_long_prompt_and_bears_an_empty_provenance():
-    long = plot_coupling(random_map(prompt="word " * 100)).get_title().splitlines()[1]
-    assert long.startswith("tiny · “word word")
-    assert "…”" in long
-    assert len(long) < 80
+    long = plot_coupling(random_map(prompt="word " * 100)).get_title()
+    (line,) = (line for line in long.splitlines() if line.startswith("“word word"))
+    assert "…”" in line
+    assert len(line) < 80
     bare = dataclasses.replace(random_map(), provenance={})
     title = plot_coupling(bare).get_title()
-    assert title.startswith("Depth coupling · k = 5 · mean")
-    assert title.endswith("\ntoken 3")
+    assert title.startswith("Depth coupling · k = 5\nmean")
+    assert title.endswith(" · token 3")
 
 
 @pytest.mark.parametrize("k", [0, 6])
@@ -316,7 +316,7 @@ def test_the_untrained_twin_stands_beside_on_one_scale():
         )
         assert part.images[0].get_clim() == color_scale([trained, twin], 3)
         assert f"mean {result.mean(3):.3f}" in part.get_title()
-    assert bar.get_ylabel() == "coupling"
+    assert bar.get_xlabel() == "coupling"
     with pytest.raises(ValueError, match="leave `ax` out"):
         plot_coupling(trained, untrained=twin, ax=ax)
 

@@ -18,7 +18,7 @@ from tl_coupling.results import RANDOM_AXES
 _COLORS = {
     "attn_out": labels.BLUE,
     "mlp_out": labels.VERMILION,
-    "mlp∘attn": labels.GREEN,
+    "mlp∘attn": labels.ORANGE,
     "skip": labels.BLACK,
 }
 _NAMES = {
@@ -30,7 +30,7 @@ _NAMES = {
 # More names of heads, pairs or layers than these would touch each other.
 _MOST_HEADS = 16
 _MOST_NAMED = 5
-_MOST_LAYER_TICKS = 10
+_MOST_LAYER_TICKS = 8
 
 
 @checked
@@ -71,7 +71,7 @@ def plot_carriers(
         largest = max(largest, float(finite.abs().max()))
     axes: list[Any] = [ax]
     if ax is None:
-        figure = labels.new_figure(6.4 + (len(shown) - 1), 6.0)
+        figure = labels.new_figure(labels.PHONE_WIDTH, 4.6)
         axes = figure.subplots(1, len(shown), squeeze=False)[0].tolist()
     # Symmetric about 0, so that white means neither more nor less than the share of J.
     colors = labels.color_map("RdBu_r").with_extremes(bad=labels.UNDEFINED)
@@ -120,7 +120,7 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
     merged = result.by_branch()
     diagonal_shares = merged.by_layer("diagonal_share").cpu().numpy()
     jacobian_shares = merged.by_layer("jacobian_share").cpu().numpy()
-    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.2).subplots()
     for place, label in enumerate(merged.labels):
         name = _NAMES[label]
         look = labels.marked(_COLORS[label], len(result.row_layers))
@@ -145,7 +145,7 @@ def plot_carriers_by_depth(result: Carriers, *, ax: Axes | None = None) -> Axes:
     labels.finish_lines(
         ax,
         _heading(result),
-        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 5},
+        **labels.BELOW | {"bbox_to_anchor": (0.5, -0.18), "ncols": 2},
     )
     return ax
 
@@ -176,7 +176,7 @@ def plot_head_coupling(
     results_by_name = labels.named(results, HeadCoupling)
     if any(len(set(result.layers)) < 2 for result in results_by_name.values()):
         raise ValueError("pairs of heads of different layers need two layers")
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 7.0)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.6)
     n_maps = len(results_by_name)
     # Two maps side by side at most; more would be too small for their layers.
     grid = fig.add_gridspec(2, n_maps, height_ratios=[1.25, 1])
@@ -193,9 +193,12 @@ def plot_head_coupling(
         layers = list(dict.fromkeys(result.layers))
         labels.name_ticks(ax.xaxis, layers, _MOST_LAYER_TICKS)
         labels.name_ticks(ax.yaxis, layers, _MOST_LAYER_TICKS)
-        ax.set_xlabel("whose singular vectors (layer)")
+        ax.set_xlabel("whose singular\nvectors (layer)")
         labels.entitle(ax, name)
-    maps[0].set_ylabel("whose Jacobian (layer)")
+    maps[0].set_ylabel("whose Jacobian\n(layer)")
+    # Rows are named once, on the left.
+    for ax in maps[1:]:
+        ax.tick_params(labelleft=False)
     for name, result, color in labels.assign_colors(results_by_name):
         _draw_shares(shares, result.of_different_layers, color=color, label=name)
     first = next(iter(results_by_name.values()))
@@ -221,14 +224,21 @@ def plot_head_coupling(
         ylabel="share of pairs above",
         xlim=(0, None),
     )
-    labels.plain_legend(shares, loc="lower left", fontsize="small")
-    bar = fig.colorbar(image, ax=list(maps), label="largest of two layers' heads").ax
-    labels.mark_and_name_null(bar, _null_of_largest(first))
+    labels.legend_below(fig, shares, ncols=3)
+    bar = fig.colorbar(
+        image,
+        ax=list(maps),
+        label="largest of two layers' heads",
+        orientation="horizontal",
+        shrink=0.6,
+        aspect=40,
+    ).ax
+    labels.mark_and_name_null(bar, _null_of_largest(first), is_upright=False)
     provenances = [result.provenance for result in results_by_name.values()]
     positions = [result.position for result in results_by_name.values()]
     title = (
-        f"{first.share_above_null:.2%} of pairs of heads couple more than any of "
-        f"{random.numel()} random ones (k = {first.k})"
+        f"{first.share_above_null:.2%} of pairs of heads exceed all {random.numel()} "
+        f"random ones · k = {first.k}"
     )
     labels.entitle(fig, labels.heading(title, provenances, positions))
     return fig

@@ -30,7 +30,7 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
         >>> maps = [tlc.depth_coupling(tlc.trace(model, prompt), k=4) for prompt in prompts]
         >>> fig = tlc.plot_comparison(tlc.compare(maps[:2], maps[2:]))
     """
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 3.9)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 3.4)
     axes = fig.subplots(1, 3, sharex=True, sharey=True)
     is_own = comparison.own_pairs.numpy()
     values = [np.where(is_own, np.nan, side) for side in comparison.values.numpy()]
@@ -43,7 +43,8 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
     top = np.nanmax([*values[0].ravel(), *values[1].ravel(), *nulls], initial=1e-9)
     for ax, side, name in zip(axes, values, comparison.names, strict=False):
         image = ax.imshow(side, vmin=0, vmax=top)
-        labels.entitle(ax, labels.short_path(name))
+        # A third of the width has no room for it in one line.
+        labels.entitle(ax, labels.short_path(name).replace(" (", "\n("))
     bar = fig.colorbar(
         image, ax=list(axes[:2]), label=label, aspect=40, **bar_options
     ).ax

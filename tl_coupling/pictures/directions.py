@@ -69,7 +69,7 @@ def plot_steering(result: Steering, *, ax: Axes | None = None) -> Axes:
     n_prompts = len(result.prompts)
     controls = table[table["kind"] != "direction"]
     if ax is None:
-        figure = labels.new_figure(6.4, 6.0)
+        figure = labels.new_figure(labels.PHONE_WIDTH, 6.0)
         ax = figure.subplots()
         # One prompt has no interval.
         if len(controls) and n_prompts > 1:
@@ -165,7 +165,7 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
         'change in loss (nats per token)'
     """
     table = result.to_dataframe()
-    ax = ax or labels.new_figure(6.8, 0.8 + 0.42 * len(table)).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 0.8 + 0.42 * len(table)).subplots()
     for row, line in enumerate(table.to_dict("records")):
         drawn = result.draws(line["kind"])
         # The subspace itself is no draw: a single dot would lie under its own mean.
@@ -200,7 +200,7 @@ def plot_rotation(result: Rotation, *, ax: Axes | None = None) -> Axes:
         'change in loss (nats per token)'
     """
     table = result.to_dataframe()
-    ax = ax or labels.new_figure(6.8, 1.3 + 0.5 * len(table)).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 1.3 + 0.5 * len(table)).subplots()
     rows = np.arange(len(table))
     of_prompts = np.stack([result.of(kind) for kind in table["kind"]])
     ax.plot(of_prompts, rows, "o-", color="0.75", markersize=4, linewidth=0.8)
@@ -247,7 +247,7 @@ def _note(ax: Axes, row: int, text: str) -> None:
         xytext=(6, 0),
         textcoords="offset points",
         va="center",
-        fontsize=8,
+        fontsize="small",
         annotation_clip=False,
     )
 
@@ -281,7 +281,7 @@ def plot_subspace(result: Subspace, *, ax: Axes | None = None) -> Axes:
             "a subspace of one's own has no eigenvalues to draw: `shared_subspace` finds "
             "what blocks share, `plot_ablation` draws what `ablate` returns"
         )
-    ax = ax or labels.new_figure(6.4, 4.4).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.0).subplots()
     places = np.arange(1, result.rank + 1)
     # The band is of both sides and all draws together: random frames know no side.
     null = result.null_eigenvalues.flatten(0, 1).cpu().numpy()

@@ -41,7 +41,7 @@ def plot_products(
         >>> fig = tlc.plots.plot_products(tlc.dynamics.products(trace))
     """
     results_by_name = labels.named(results, Products)
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 4.4)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 4.4)
     largest, ratio = fig.subplots(1, 2)
     for name, result, color in labels.assign_colors(results_by_name):
         look = labels.marked(color, len(result.layers))
@@ -59,14 +59,11 @@ def plot_products(
     largest.plot([], [], label="their mean", **labels.NULL_LINE)
     ratio.set_yscale("log")
     largest.set_ylabel("log σ₁ of the product")
-    ratio.set_ylabel("participation ratio of the product")
+    ratio.set_ylabel("its participation ratio")
     for ax in (largest, ratio):
         ax.set_xlabel("product up to layer")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles, names = largest.get_legend_handles_labels()
-    labels.plain_legend(
-        fig, handles, names, loc="outside lower center", ncols=2, fontsize="small"
-    )
+    labels.legend_below(fig, largest, ncols=1)
     labels.entitle(fig, _heading(_gains(results_by_name), results_by_name))
     return fig
 
@@ -85,7 +82,7 @@ def _gains(results_by_name: Mapping[str, Products]) -> str:
         f"{name} {labels.signed(float(result.alignment_gain[-1]), '+.2f')}"
         for name, result in results_by_name.items()
     ]
-    return f"log σ₁ of all blocks, above {TURNED_BLOCKS}: {', '.join(gains)}"
+    return f"Gain in log σ₁: {', '.join(gains)} · over {TURNED_BLOCKS}"
 
 
 @checked
@@ -102,7 +99,7 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     Example:
         >>> fig = tlc.plots.plot_product_map(tlc.dynamics.product_map(trace))
     """
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 3.6)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 3.0)
     panels = fig.subplots(1, 2)
     gain = result.alignment_gain.numpy()
     # Centred on 0: white is what blocks turned at random would amplify. Runs that do
@@ -161,7 +158,7 @@ def plot_eigenvalues(
     first = next(iter(results_by_name.values()))
     plane_layers = _planes(first, layers)
     n_planes = len(plane_layers)
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 5.2)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 5.6)
     grid = fig.add_gridspec(2, n_planes, height_ratios=[1, 1.2])
     planes = [fig.add_subplot(grid[0, place]) for place in range(n_planes)]
     departures = fig.add_subplot(grid[1, :])
@@ -183,17 +180,8 @@ def plot_eigenvalues(
         )
     departures.set(xlabel="layer", ylabel="departure from normality", ylim=(0, 1))
     departures.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # One legend below: that of the dots and that of the lines.
-    handles, names = planes[0].get_legend_handles_labels()
-    lines, line_names = departures.get_legend_handles_labels()
-    labels.plain_legend(
-        fig,
-        handles + lines,
-        names + line_names,
-        loc="outside lower center",
-        ncols=2,
-        fontsize="small",
-    )
+    # Of the dots and of the lines.
+    labels.legend_below(fig, planes[0], departures, ncols=1)
     labels.entitle(fig, _heading("Eigenvalues of blocks", results_by_name))
     return fig
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import matplotlib
@@ -156,6 +157,8 @@ class Title(Text):
     no type in common.
     """
 
+    size_of_rest = "x-small"
+
     def _parts(self, renderer: Any) -> list[Text]:
         """Return both parts as texts, each where it stands."""
         first, _, rest = self.get_text().partition("\n")
@@ -168,9 +171,7 @@ class Title(Text):
             "va": "bottom",
         }
         x, y = place
-        is_narrow = look["figure"].get_figwidth() <= PHONE_WIDTH
-        size = "small" if is_narrow else "x-small"
-        small = Text(x, y, rest, fontsize=size, color="0.35", **look)
+        small = Text(x, y, rest, fontsize=self.size_of_rest, color="0.35", **look)
         font = self.get_fontproperties()
         large = Text(x, y, first, fontproperties=font, **look)
         small_height = small.get_window_extent(renderer).height
@@ -350,9 +351,9 @@ def shaded(values: Iterable[Any]) -> dict[Any, dict[str, Any]]:
 
     As many values have the same looks in all pictures.
     """
-    # The palest shades of the map are lost on white.
+    # The palest shades of the map are lost on white, first for readers without blue.
     ordered = sorted(set(values))
-    shades = colormaps["viridis"](np.linspace(0, 0.85, len(ordered)))
+    shades = colormaps["viridis"](np.linspace(0, 0.75, len(ordered)))
     return {
         value: {"color": to_hex(shade), "marker": marker}
         for value, shade, marker in zip(ordered, shades, MARKERS.values(), strict=False)
@@ -624,12 +625,15 @@ def entitle(drawn: Axes | Figure | SubFigure, text: str) -> None:
     for part in " · ".join(rest).split(" · "):
         if len(lines) > 1 and len(lines[-1]) + len(part) + 3 <= room:
             lines[-1] += f" · {part}"
-        elif part:
-            lines.append(part)
+        else:
+            lines += wrap(part, room)
     set_title = drawn.set_title if isinstance(drawn, Axes) else drawn.suptitle
     title = set_title("\n".join(lines), fontsize="medium", parse_math=False)
     # Matplotlib makes the text of a title itself.
     title.__class__ = Title
+    if is_narrow:
+        # Kept: where a figure is saved without its margins it has another width.
+        cast(Title, title).size_of_rest = "small"
 
 
 def untitle_for_print(ax: Axes) -> None:
@@ -648,7 +652,8 @@ def _width(drawn: Axes | Figure | SubFigure) -> float:
     assert figure is not None
     width = float(figure.get_figwidth())
     is_alone = len(figure.axes) == 1
-    return 0.95 * width if is_alone else drawn.get_position().width * width
+    # A colour bar, which comes later, moves the middle of Axes that are alone.
+    return 0.8 * width if is_alone else drawn.get_position().width * width
 
 
 def escape_dollars(name: str) -> str:
@@ -666,6 +671,23 @@ def plain_legend(
         text.set_text(plain(text.get_text()))
         text.set_parse_math(False)
     return legend
+
+
+def legend_below(figure: Figure, *panels: Axes, ncols: int = 2) -> None:
+    """Add one legend below all Axes of a figure, for what these panels name."""
+    handles, names = [], []
+    for ax in panels:
+        more_handles, more_names = ax.get_legend_handles_labels()
+        handles += more_handles
+        names += more_names
+    plain_legend(
+        figure,
+        handles,
+        names,
+        loc="outside lower center",
+        ncols=ncols,
+        fontsize="small",
+    )
 
 
 def finish_lines(ax: Axes, title: str, **legend: Any) -> None:

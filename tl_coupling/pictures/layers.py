@@ -77,7 +77,7 @@ def plot_adjacency(
         drawn_pairs = drawn_pairs[-(strongest or most_arcs(layers)) :]
     # The scale of the heat map, not that of the drawn arcs: pale arcs are weak ones.
     full = color_scale([result], k, measure)[1]
-    ax = ax or labels.new_figure(7.4, 3.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 3.2).subplots()
     arcs = draw_arcs(ax, layers, drawn_pairs, full)
     k = result.k if k is None else k
     drawn = f"{len(drawn_pairs)} of {len(pairs)} pairs"
@@ -124,7 +124,7 @@ def draw_arcs(
     layers: Sequence[int],
     pairs: Sequence[tuple[float, int, int]],
     full: float,
-    most_ticks: int = 2 * labels.MAX_LAYER_TICKS,
+    most_ticks: int = labels.MAX_LAYER_TICKS,
 ) -> LineCollection:
     """Draw layers on a line, and an arc over it for each pair.
 
@@ -199,7 +199,7 @@ def plot_locality(
     """
     maps = labels.named(results, CouplingMap)
     k = labels.common_k(list(maps.values()), k)
-    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.0).subplots()
     for name, result, color in labels.assign_colors(maps):
         profile = result.locality_profile(k).detach().cpu().numpy()
         # A selection of layers may have no pair at some distance: the line goes on to
@@ -264,7 +264,7 @@ def plot_singular_values(
         >>> ax = tlc.plots.plot_singular_values(tlc.depth_coupling(trace, k=8), n=5)
     """
     maps = labels.named(results, CouplingMap)
-    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.0).subplots()
     for name, result, color in labels.assign_colors(maps):
         # Layers may have been asked for in any order; a line goes from left to right.
         order = np.argsort(result.row_layers)

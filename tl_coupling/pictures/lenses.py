@@ -22,7 +22,7 @@ def plot_lens_audit(result: LensAudit, *, fig: Figure | None = None) -> Figure:
     prompts' mean (blue) then lies in the grey band, which a right lens leaves in one
     audit of a thousand. With the lens's own prompts, the band is that of rounding. Thin
     lines are its distances from single prompts; orange is how far two means of half the
-    prompts lie apart. On the right, layers above the dashed line need more prompts than
+    prompts lie apart. Below, layers above the dashed line need more prompts than
     the lens has.
 
     Args:
@@ -37,8 +37,8 @@ def plot_lens_audit(result: LensAudit, *, fig: Figure | None = None) -> Figure:
         >>> audit = tlc.trajectories.lens_audit(lens, traces)
         >>> fig = tlc.plots.plot_lens_audit(audit)
     """
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 3.8)
-    distances, needed = fig.subplots(1, 2)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.0)
+    distances, needed = fig.subplots(2, 1)
     _draw_distances(distances, result)
     n_layers = len(result.layers)
     needed.plot(

@@ -1,6 +1,7 @@
 """Draw heat maps: couplings, their spread, the matrices behind them, influence."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ _LEAST_SCALE = 0.12
 _LARGEST_PANEL = 20
 # Two maps side by side have half of the page each.
 _MOST_LAYERS_OF_TWO = 8
-_MOST_TOKENS_OF_TWO = 14
+_MOST_TOKENS_OF_TWO = 9
+_LONGEST_SIDE_OF_TWO = 16
 # Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -143,20 +145,26 @@ def draw_maps(
     label = labels.short_measure(measure)
     if options:
         label = labels.measure_label(measure, k, **options)
-    bar = figure.colorbar(image, ax=axes, label=label).ax
+    # Beside two maps a bar would take the width that they need.
+    is_upright = len(maps) == 1
+    look: dict[str, Any] = {}
+    if not is_upright:
+        look = {"orientation": "horizontal", "shrink": 0.6, "aspect": 40}
+    bar = figure.colorbar(image, ax=axes, label=label, **look).ax
     # A null off the scale has no mark: at the edge it would look like a value.
     if low <= null <= high:
-        labels.mark_and_name_null(bar, null)
+        labels.mark_and_name_null(bar, null, is_upright=is_upright)
     return axes
 
 
 def _side_by_side(n: int, kind: str) -> list[Axes]:
-    """Return one to four Axes beside each other, in a new figure of a page's width."""
-    width, height = 6.4, 5.8
+    """Return one to four Axes beside each other, in a new figure."""
+    # More than two would be too small where two can be read on a telephone.
+    width = labels.PHONE_WIDTH if n <= 2 else labels.PAGE_WIDTH
+    height = 4.4
     if n > 1:
         # Tokens have longer names than layers.
-        height = 3.9 if kind == "depth" else 4.2
-        width, height = labels.PAGE_WIDTH, height * 2 / n
+        height = 3.7 if kind == "depth" else 4.2
     figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 
@@ -188,7 +196,7 @@ def plot_spread(
             "the spread takes at least two prompts, or two tokens of one: this map has "
             "one of them"
         )
-    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.4, "compressed").subplots()
     k = result.k if k is None else k
     name = labels.measure_label(measure, k)
     label = f"standard deviation over {labels.n_averaged(result)} of\n{name}"
@@ -281,8 +289,9 @@ def plot_coupling_matrices(
     k = min(_LARGEST_PANEL, largest_k) if k is None else k
     panels = [_panels(grid, places, k, name) for name, grid in grids.items()]
     vmax = vmax or _most_entries(panels)
-    width, height = (6.4, 5.8) if untrained is None else (labels.PAGE_WIDTH, 4.4)
-    fig = fig or labels.new_figure(width, height, "compressed")
+    # Tokens have longer names than layers.
+    height = 3.8 if untrained is not None and result.kind == "depth" else 4.4
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, height, "compressed")
     axes = fig.subplots(1, len(grids), squeeze=False)[0]
     for ax, (name, grid), panel in zip(axes, grids.items(), panels, strict=True):
         # Centred on 0: A has both signs.
@@ -344,7 +353,7 @@ def plot_alignment_matrices(
         )
     matrices = getattr(result, sides)[drawn_layers][:, drawn_layers]
     panels = matrices.abs().cpu().numpy()
-    ax = ax or labels.new_figure(6.4, 5.8, "compressed").subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.4, "compressed").subplots()
     # Square-root colours: cosines of random vectors, about 1/√d_model, are still seen.
     image, centres = _draw_mosaic(ax, panels, PowerNorm(0.5, 0, 1), "magma")
     for axis, side in zip((ax.yaxis, ax.xaxis), sides, strict=True):
@@ -390,9 +399,9 @@ def plot_influence(
         for name, result in panels.items()
     }
     n_sources = max(len(result.source_positions) for result in panels.values())
-    widest = (labels.PAGE_WIDTH - 1.2) / len(panels)
+    widest = (labels.PHONE_WIDTH - 0.8) / len(panels)
     width = min(widest, max(3.0, 1.2 + 0.22 * n_sources))
-    fig = fig or labels.new_figure(width * len(panels) + 1.2, 5.4)
+    fig = fig or labels.new_figure(width * len(panels) + 0.8, 5.0)
     axes = fig.subplots(1, len(panels), squeeze=False)[0]
     positive = np.concatenate(
         [value[np.isfinite(value) & (value > 0)] for value in values.values()]
@@ -497,10 +506,14 @@ def _name_sides(
         connection = free_ends.get(fixed, "token")
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
-    # Half of a page has no room for them in one line.
-    gap = " " if is_depth or n_maps == 1 else "\n"
-    ax.set_ylabel(f"whose Jacobian{gap}({connection}{row_layer})")
-    ax.set_xlabel(f"whose singular vectors{gap}({connection}{column_layer})")
+    side_names = (
+        f"whose Jacobian ({connection}{row_layer})",
+        f"whose singular vectors ({connection}{column_layer})",
+    )
+    if n_maps > 1:
+        # Half of the width has no room for them in one line.
+        side_names = tuple(fill(name, _LONGEST_SIDE_OF_TWO) for name in side_names)
+    ax.set(ylabel=side_names[0], xlabel=side_names[1])
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:

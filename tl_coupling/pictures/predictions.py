@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import fill
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -66,7 +67,7 @@ def plot_linearisation(
         >>> fig = tlc.plots.plot_linearisation(tlc.trajectories.linearisation(trace))
     """
     results_by_name = _parts(results, Linearisation, "linearisation")
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 6.4)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.8)
     panels = fig.subplots(2, 2, sharex=True)
     for (errors, cosines), (title, predictions) in zip(
         panels.T, _PREDICTIONS.items(), strict=True
@@ -74,7 +75,9 @@ def plot_linearisation(
         _draw_predictions(errors, cosines, results_by_name, predictions)
         points = [f"{title}: mean error against no step"]
         points += _points(results_by_name, predictions)
-        errors.set_title("\n".join(points), fontsize="small", parse_math=False)
+        # Half of the width has room for some thirty letters.
+        lines = "\n".join(fill(point, 30) for point in points)
+        errors.set_title(lines, fontsize="small", parse_math=False)
         # An error of 1 is that of predicting 0.
         errors.axhline(1, color="0.8", linewidth=1, zorder=0)
         cosines.axhline(0, color="0.8", linewidth=1, zorder=0)
@@ -172,7 +175,7 @@ def plot_perturbation(
             "the noise of some results is relative, of others absolute: these have no "
             "axis in common"
         )
-    ax = ax or labels.new_figure(6.4, 4.6).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.0).subplots()
     for number, (name, result, color) in enumerate(
         labels.assign_colors(results_by_name)
     ):
@@ -260,7 +263,7 @@ def plot_inverse_singular_values(
         >>> ax = tlc.plots.plot_inverse_singular_values(tlc.depth_coupling(trace, k=8))
     """
     results_by_name = _parts(results, CouplingMap, "linearisation")
-    ax = ax or labels.new_figure(6.4, 4.8).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.4).subplots()
     for name, result, color in labels.assign_colors(results_by_name):
         if result.singular_values is None:
             raise ValueError(

@@ -52,7 +52,7 @@ def plot_prompt_coupling(
             f"`untrained` must be of the layers of `result`, {list(result.layers)}, "
             f"got {list(untrained.layers)}"
         )
-    ax = ax or labels.new_figure(6.4, 4.2).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.0).subplots()
     k = result.k if k is None else k
     if untrained is not None:
         _draw(ax, untrained, k, measure, labels.UNTRAINED, "untrained")
@@ -68,7 +68,7 @@ def plot_prompt_coupling(
     ax.set_ylim(bottom=0)
     subject = f"Across {result.n_prompts} prompts · k = {k}"
     title = labels.heading(subject, [result.provenance])
-    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.14), "ncols": 3}
+    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.18), "ncols": 2}
     labels.finish_lines(ax, title, **below)
     return ax
 
@@ -116,7 +116,7 @@ def plot_prompt_map(
         shown = values[place]
         null = float(nulls[place])
         scope = f"layer {layer}"
-    ax = ax or labels.new_figure(6.8, 5.2, "compressed").subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.2, "compressed").subplots()
     is_own = np.eye(result.n_prompts, dtype=bool)
     drawn = np.where(is_own, np.nan, shown)
     # The null counts for the scale, as its mark must be on the bar.

@@ -106,7 +106,7 @@ def plot_trajectories(
     else:
         n_rows, n_columns = len(views), len(paths_by_name)
         height = 3.0 * n_rows + 1.2
-    width = min(labels.PAGE_WIDTH, 3.6 * n_columns + 0.6)
+    width = labels.PHONE_WIDTH
     fig = fig or labels.new_figure(width, height)
     grid = fig.subplots(n_rows, n_columns, squeeze=False)
     panels_by_name = grid if is_alone else grid.T

@@ -82,16 +82,15 @@ def plot_trajectory_metrics(
             getattr(result, metric) is not None for result in results_by_name.values()
         )
     ]
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 5.0)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 7.4)
     axes = {
-        metric: fig.add_subplot(2, 3, place) for place, metric in enumerate(metrics, 1)
+        metric: fig.add_subplot(3, 2, place) for place, metric in enumerate(metrics, 1)
     }
     for metric, ax in axes.items():
         _draw_metric(ax, metric, panels_by_metric[metric], results_by_name, drawn)
     _draw_random_steps(axes, results_by_name, windows)
     # One legend for all panels: this one has the line of random steps as well.
-    handles, names = axes[_SCORE_BY_DEPTH].get_legend_handles_labels()
-    labels.plain_legend(fig, handles, names, loc="outside lower center", ncols=4)
+    labels.legend_below(fig, axes[_SCORE_BY_DEPTH])
     title = f"Trajectories: each token, and their mean{left_out}"
     provenances = [result.provenance for result in results_by_name.values()]
     labels.entitle(fig, labels.heading(title, provenances))
@@ -139,7 +138,8 @@ def _draw_metric(
         ax.plot(depth, y, color=color, linewidth=0.7, alpha=0.3, label="_tokens")
         look = labels.marked(color, len(depth)) | {"linewidth": 1.8}
         ax.plot(depth, y.mean(1), label=name, **look)
-    ax.set_title(panel.title, fontsize="medium")
+    ax.set_title(panel.title, fontsize="small")
+    ax.tick_params(which="both", labelsize="small")
     ax.set(xlabel=panel.x_label, ylabel=panel.y_label)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if metric in (_WINDOWED, _SCORE_BY_DEPTH):

@@ -71,7 +71,7 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
         >>> study = tlc.generalization.generalization_study(data, scores, n_resamples=100)
         >>> ax = tlc.plots.plot_generalization(study)
     """
-    ax = ax or labels.new_figure(7.0, 5.4).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.8).subplots()
     line = result.association.linear
     bootstrap = result.association.bootstrap
     x = result.table[result.measure].to_numpy(float)
@@ -113,8 +113,8 @@ def plot_generalization(result: Generalization, *, ax: Axes | None = None) -> Ax
     if sizes is not None:
         handles += sizes.handles()
     # Fits are named with formulas.
-    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.14)}
-    ax.legend(handles=handles, frameon=False, ncols=3, **below)
+    below = labels.BELOW | {"bbox_to_anchor": (0.5, -0.18)}
+    ax.legend(handles=handles, frameon=False, ncols=2, **below)
     name_points(ax, x, y, result.table["model"].tolist())
     return ax
 
@@ -213,7 +213,9 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     """
     slopes = result.slopes
     places = np.arange(len(slopes))
-    ax = ax or labels.new_figure(7.0, 1.2 + 0.45 * len(slopes)).subplots()
+    is_alone = ax is None
+    height = 1.4 + 0.45 * len(slopes)
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, height).subplots()
     ax.hlines(places, slopes["low"], slopes["high"], color=labels.BLUE)
     ax.plot(slopes["slope"], places, "o", color=labels.BLUE, linestyle="")
     ax.axvline(0, **labels.NULL_LINE)
@@ -225,12 +227,13 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     # All models, the first row, stand on top.
     ax.invert_yaxis()
     per_unit = f"per unit of {labels.measure_label(result.measure, result.k)}"
-    ax.set_xlabel(f"slope, {labels.escape_dollars(result.score)} {per_unit}")
-    # The names of rows leave half of the figure to the Axes.
+    ax.set_xlabel(f"slope, {labels.escape_dollars(result.score)}\n{per_unit}")
     variables, samples = _heading(result).split("\n", 1)
     level = result.association.linear.level
     title = f"{variables}: slope and {level:.0%} interval"
-    labels.entitle(ax, f"{title}\n{samples}")
+    # The names of rows leave half of the figure to the Axes.
+    drawn = ax.get_figure(root=True) if is_alone else None
+    labels.entitle(drawn or ax, f"{title}\n{samples}")
     return ax
 
 
@@ -278,7 +281,7 @@ def plot_k_sweep(result: Generalization, *, ax: Axes | None = None) -> Axes:
         >>> study = tlc.generalization.generalization_study(data, n_resamples=100)
         >>> ax = tlc.plots.plot_k_sweep(study)
     """
-    ax = ax or labels.new_figure(7.0, 4.2).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, 4.0).subplots()
     associations = result.by_k.values()
     # Evenly spaced: the numbers that people choose are not.
     places = np.arange(len(associations))
@@ -339,7 +342,7 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     looks = _Looks(models, table["checkpoint"].unique().tolist(), sizes_of(table))
     runs = list(table.groupby(["model", "checkpoint"], sort=False))
     height = 1.6 + len(tasks) * (0.3 + 0.13 * len(runs))
-    ax = ax or labels.new_figure(7.0, height).subplots()
+    ax = ax or labels.new_figure(labels.PHONE_WIDTH, height).subplots()
     # Side by side within a row.
     offsets = np.linspace(-0.35, 0.35, len(runs)) if len(runs) > 1 else [0.0]
     for offset, ((model, checkpoint), rows) in zip(offsets, runs, strict=True):
@@ -362,15 +365,15 @@ def plot_task_means(table: "pandas.DataFrame", *, ax: Axes | None = None) -> Axe
     measure = labels.measure_label(table.attrs["measure"], table.attrs["k"])
     # Upside down: the first task stands on top.
     ax.set(ylim=(len(tasks) - 0.5, -0.5), xlabel=f"mean {measure}")
-    title = "Coupling by task, mean and 95% interval over prompts"
-    labels.entitle(ax, f"{title}\n{table.attrs['pairs']}")
+    title = "Coupling by task\nmean and 95% interval over prompts"
+    labels.entitle(ax, f"{title} · {table.attrs['pairs']}")
     handles, _ = ax.get_legend_handles_labels()
     # 0.6 inches below, where the label of the axis ends.
     anchor = (0.5, -0.6 * ax.figure.dpi / ax.bbox.height)
     labels.plain_legend(
         ax,
         handles=looks.legend(handles),
-        ncols=3,
+        ncols=2,
         **labels.BELOW | {"bbox_to_anchor": anchor},
     )
     return ax

@@ -48,7 +48,7 @@ def plot_shapes(
 
     Args:
         data: sweeps by name, one line each; or one sweep.
-        checkpoints: of the right panel, which is of the first sweep; chosen as in
+        checkpoints: of the panel below, which is of the first sweep; chosen as in
             `plot_coupling_strip`.
 
     Returns the Figure: Axes of the score against the step and of the windowed score
@@ -62,39 +62,39 @@ def plot_shapes(
     sweeps, name, steps = _sweeps(data, checkpoints, "line_shape_score_all_tokens")
     first = sweeps[name]
     window, n_layers = int(first.attrs["window"]), first.sizes["layer"]
-    fig = fig or labels.new_figure(7.4, 4.0)
-    left, right = fig.subplots(1, 2)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.4)
+    above, below = fig.subplots(2, 1)
     for number, (sweep_name, sweep) in enumerate(sweeps.items()):
         label = sweep_name if len(sweeps) > 1 else "mean over tokens"
         color = labels.COLORS[number % len(labels.COLORS)]
-        draw_line(left, sweep["line_shape_score_all_tokens"], color, label)
+        draw_line(above, sweep["line_shape_score_all_tokens"], color, label)
     # Random steps score √(number of steps): models of different depths have a line
     # each.
     depths = {sweep.sizes["layer"] for sweep in sweeps.values()}
-    left.set_ylabel(
+    above.set_ylabel(
         f"line-shape score, {n_layers} steps"
         if len(depths) == 1
         else "line-shape score"
     )
-    step_axis(left, sweeps.values())
+    step_axis(above, sweeps.values())
     curves = (
         mean_of(first["windowed_line_shape_score"].sel(checkpoint=steps))
         .transpose("checkpoint", "window")
         .values
     )
-    _profiles(right, first["window"].values, curves, steps)
+    _profiles(below, first["window"].values, curves, steps)
     # All layers: a model of few has one window.
-    right.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
-    for ax, n_steps in [(left, n) for n in sorted(depths)] + [(right, window)]:
+    below.set(xlabel=f"middle layer of {window} steps", xlim=(-0.5, n_layers - 0.5))
+    for ax, n_steps in [(above, n) for n in sorted(depths)] + [(below, window)]:
         ax.axhline(
             n_steps**0.5,
             **labels.NULL_LINE,
             label=f"{RANDOM_STEPS}, {n_steps**0.5:.2f}",
         )
         ax.set_ylim(bottom=1)
-    for ax in (left, right):
+    for ax in (above, below):
         draw_legend(ax)
-    _name_first(right, sweeps)
+    _name_first(below, sweeps)
     labels.entitle(fig, heading("Line-shape score across training", sweeps))
     return fig
 
@@ -110,12 +110,12 @@ def plot_growth(
 
     Shows whether norms come to grow by the same factor at every layer: then
     expodistance falls to 0, and the norm is a straight line on its logarithmic axis.
-    Both are medians over prompts and seeds, as expodistance has outliers, and the left
+    Both are medians over prompts and seeds, as expodistance has outliers, and the upper
     band holds the middle half of them.
 
     Args:
         data: sweeps by name, one line each; or one sweep.
-        checkpoints: of the right panel, which is of the first sweep; chosen as in
+        checkpoints: of the panel below, which is of the first sweep; chosen as in
             `plot_coupling_strip`.
 
     Returns the Figure: Axes of expodistance of the measured token, and of the norm
@@ -126,26 +126,26 @@ def plot_growth(
         >>> fig = tlc.plots.plot_growth(sweep)
     """
     sweeps, name, steps = _sweeps(data, checkpoints, "expodistance", "norm")
-    fig = fig or labels.new_figure(7.4, 4.0)
-    left, right = fig.subplots(1, 2)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 6.4)
+    above, below = fig.subplots(2, 1)
     for number, (sweep_name, sweep) in enumerate(sweeps.items()):
         color = labels.COLORS[number % len(labels.COLORS)]
-        draw_line(left, sweep["expodistance"], color, sweep_name, _middle_half)
-    left.set_yscale("log")
-    left.set_ylabel("expodistance")
-    step_axis(left, sweeps.values())
+        draw_line(above, sweep["expodistance"], color, sweep_name, _middle_half)
+    above.set_yscale("log")
+    above.set_ylabel("expodistance")
+    step_axis(above, sweeps.values())
     norms = sweeps[name]["norm"].sel(checkpoint=steps)
     curves = (
         norms.median([dim for dim in SAMPLES if dim in norms.dims])
         .transpose("checkpoint", "depth")
         .values
     )
-    _profiles(right, norms["depth"].values, curves, steps)
-    right.set_yscale("log", nonpositive="mask")
-    right.set(xlabel="depth", ylabel="norm of the stream")
+    _profiles(below, norms["depth"].values, curves, steps)
+    below.set_yscale("log", nonpositive="mask")
+    below.set(xlabel="depth", ylabel="norm of the stream")
     if len(sweeps) > 1:
-        draw_legend(left)
-    _name_first(right, sweeps)
+        draw_legend(above)
+    _name_first(below, sweeps)
     labels.entitle(
         fig,
         heading(

@@ -63,7 +63,7 @@ def plot_precision(
     k = int(data["k"].max()) if k is None else k
     # The first precision is what all others are compared with.
     reference, *precisions = data["precision"].values.tolist()
-    fig = fig or labels.new_figure(labels.PAGE_WIDTH, 6.4)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 7.0)
     (coupling, shapes), (overlap, gains) = fig.subplots(2, 2)
     unrounded = data.sel(precision=reference)
     for number, precision in enumerate(precisions):
@@ -86,7 +86,11 @@ def plot_precision(
     labels.name_ticks(coupling.xaxis, data["k"].values.tolist(), labels.MAX_LAYER_TICKS)
     shapes.set_ylabel("change (%)")
     labels.name_ticks(
-        shapes.xaxis, list(_SHAPES.values()), len(_SHAPES), fontsize="x-small"
+        shapes.xaxis,
+        list(_SHAPES.values()),
+        len(_SHAPES),
+        fontsize="small",
+        rotation=90,
     )
     # Random k-dimensional subspaces of R^d overlap by k/d in the mean.
     _label_overlap(overlap, k, null=1 - k / data.attrs["d_model"])

@@ -163,10 +163,7 @@ def plot_redundancy(
         ax.xaxis.set_major_locator(MaxNLocator(3))
     for ax in fig.axes:
         ax.tick_params(labelsize="small")
-    handles, names = columns[1][0].get_legend_handles_labels()
-    labels.plain_legend(
-        fig, handles, names, loc="outside lower center", fontsize="small"
-    )
+    labels.legend_below(fig, columns[1][0])
     title = labels.heading(_TITLE, [json.loads(data.attrs["provenance"])])
     n_prompts = data.sizes["prompt"]
     if n_prompts > 1:

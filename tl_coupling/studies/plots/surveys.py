@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,9 +41,6 @@ _QUARTILES = (0.25, 0.5, 0.75)
 _CHANCE_LINE = {**labels.NULL_LINE, "linestyle": ":"}
 _MOST_MODELS = 10
 _MOST_ROWS = 4
-_MOST_COLUMNS = 2
-# In inches: in a narrower figure panels stand below each other.
-_WIDTH_OF_COLUMNS = 6.0
 # So many models of a scatter are named: those furthest from the line.
 _MOST_NAMED = 5
 # Covariates in words. Axes of logarithms have the numbers themselves at their ticks.
@@ -132,10 +130,13 @@ def plot_quartiles(
     variables = {name: look for name, look in variables.items() if name in data}
     runs = _runs(data)
     models, sorted_by = _sorted_models(runs, by)
-    width = min(labels.PAGE_WIDTH, 2.2 + 1.75 * len(variables))
-    fig = fig or labels.new_figure(width, 1.5 + 0.3 * len(models))
-    panels = fig.subplots(1, len(variables), sharey=True, squeeze=False)[0]
-    for ax, (name, variable) in zip(panels, variables.items(), strict=True):
+    n_rows = math.ceil(len(variables) / 2)
+    height = 0.9 + n_rows * (0.7 + 0.25 * len(models))
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, height)
+    panels = fig.subplots(n_rows, 2, sharey=True, squeeze=False).flat
+    for ax in panels[len(variables) :]:
+        ax.remove()
+    for ax, (name, variable) in zip(panels, variables.items(), strict=False):
         for run in runs:
             _draw_quartiles(ax, run, name, k, models.index(run.model))
         ax.set_xlabel(variable.label, fontsize="small")
@@ -149,7 +150,7 @@ def plot_quartiles(
     panels[0].set_ylim(len(models) - 0.5, -0.5)
     _add_legend_of_quartiles(fig, any(run.is_untrained for run in runs))
     prompts = _number_of_prompts(data)
-    title = f"Median and middle half over {prompts}, models sorted by {sorted_by}"
+    title = f"Median and middle half over {prompts} · models sorted by {sorted_by}"
     labels.entitle(fig, title)
     return fig
 
@@ -249,7 +250,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
     # Models come from the smallest.
     drawn_models = models[-_MOST_MODELS:]
     names = dict(zip(models, labels.short_names(models), strict=True))
-    fig = fig or labels.new_figure(7.4, 5.6)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 5.6)
     fig.subplots(2, 2, sharex=True)
     panels = fig.axes
     for ax, (name, variable) in zip(panels, variables.items(), strict=False):
@@ -257,7 +258,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
             if run.model in drawn_models:
                 look = labels.numbered_look(drawn_models.index(run.model))
                 _draw_profile(ax, run, name, look, names[run.model])
-        ax.set_ylabel(variable.label)
+        ax.set_ylabel(variable.label, fontsize="small")
         if variable.is_log:
             ax.set_yscale("log", nonpositive="mask")
     for ax in panels[2:]:
@@ -265,10 +266,7 @@ def plot_profiles(data: "xarray.Dataset", *, fig: Figure | None = None) -> Figur
     # The survey may hold fewer than four of the variables.
     for ax in panels[len(variables) :]:
         ax.remove()
-    named_lines = panels[0].get_legend_handles_labels()
-    labels.plain_legend(
-        fig, *named_lines, loc="outside lower center", ncols=5, fontsize="small"
-    )
+    labels.legend_below(fig, panels[0])
     title = (
         f"The stream by depth, median and middle half over {_number_of_prompts(data)}"
     )
@@ -364,7 +362,7 @@ def plot_prompts(
         for task, task_data in split_by_task(data).items()
     }
     n_columns = 2 if tasks else 1
-    fig = fig or labels.new_figure(3.7 * n_columns, 0.8 + 2.9 * len(drawn_runs))
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 0.8 + 2.4 * len(drawn_runs))
     grid = fig.subplots(len(drawn_runs), n_columns, squeeze=False)
     x_label = "length in tokens" if against is None else "difficulty"
     y_label = f"{measured.replace('_', ' ')} (k = {k})"
@@ -384,10 +382,7 @@ def plot_prompts(
             title = f"{names[run.model]}\n{axes[0].get_title()}"
             axes[0].set_title(title, fontsize="small", parse_math=False)
     if tasks:
-        named_lines = grid[0, 0].get_legend_handles_labels()
-        labels.plain_legend(
-            fig, *named_lines, loc="outside lower center", ncols=4, fontsize="small"
-        )
+        labels.legend_below(fig, grid[0, 0])
     if len(drawn_runs) == 1:
         models_drawn = drawn_runs[0].model
     else:
@@ -445,9 +440,10 @@ def _draw_prompts(
     else:
         rho = labels.signed(ranked.rho, "+.2f")
         correlation = f"ρ = {rho}, p = {ranked.p:.2g}, n = {ranked.n}"
-    ax.set_title(f"{title}: {correlation}", fontsize="small")
-    ax.set_xlabel(x_label, fontsize="small")
-    ax.set_ylabel(y_label, fontsize="small")
+    # Half of the width has no room for them in one line.
+    ax.set_title(f"{title}:\n{correlation}", fontsize="small")
+    ax.set_xlabel(fill(x_label, 24), fontsize="small")
+    ax.set_ylabel(fill(y_label, 24), fontsize="small")
     ax.tick_params(labelsize="small")
 
 
@@ -473,8 +469,7 @@ def plot_covariates(
         x: columns, or expressions of them, as in `linear_fit`; by default coupling,
             parameters, depth, width and training tokens, as far as the table has them
             for three models that differ.
-        fig: the figure to draw in; a new one by default. In one that is narrower than
-            6 inches the panels stand below each other.
+        fig: the figure to draw in; a new one by default.
 
     Returns the Figure, with an Axes for each x.
 
@@ -495,14 +490,9 @@ def plot_covariates(
             f"`x` is empty: wanted columns to draw {y!r} against; "
             f"there are {', '.join(table)}"
         )
-    most_columns = _MOST_COLUMNS
-    if fig is not None and fig.get_figwidth() < _WIDTH_OF_COLUMNS:
-        most_columns = 1
-    n_columns = min(len(lines), most_columns)
-    n_rows = math.ceil(len(lines) / most_columns)
-    fig = fig or labels.new_figure(3.5 * n_columns + 0.4, 0.7 + 2.9 * n_rows)
-    grid = fig.subplots(n_rows, n_columns, sharey=True, squeeze=False)
-    for ax, line in zip(grid.flat, lines, strict=False):
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 0.7 + 2.2 * len(lines))
+    grid = fig.subplots(len(lines), 1, sharey=True, squeeze=False)
+    for ax, line in zip(grid.flat, lines, strict=True):
         # The line is drawn no further than the points that it was fitted to.
         x_where_y_is_known = line.x[np.isfinite(line.y)]
         ends = np.array([np.nanmin(x_where_y_is_known), np.nanmax(x_where_y_is_known)])
@@ -526,18 +516,16 @@ def plot_covariates(
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
             ax.xaxis.set_major_formatter(_format_power)
         ax.tick_params(labelsize="small")
-    for ax in grid.flat[len(lines) :]:
-        ax.remove()
     for ax in grid[:, 0]:
         ax.set_ylabel(y, parse_math=False)
-    title = f"{y} of models by size and training, each with its linear fit"
+    title = f"{y[:1].upper()}{y[1:]} of models by size and training, each with its linear fit"
     if "model" in table:
         title += "\nnamed: the models furthest from the line"
     if "family" in table:
         title += "\np is cluster-robust, by family"
     labels.entitle(fig, title)
     if "model" in table:
-        for ax, line in zip(grid.flat, lines, strict=False):
+        for ax, line in zip(grid.flat, lines, strict=True):
             _name_furthest(ax, line, table["model"].astype(str).tolist())
     return fig
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Two rows of four.
 _MAX_PANELS = 8
-_PANELS_IN_A_ROW = 4
+_PANELS_IN_A_ROW = 2
 # A band is made at so many steps, in a fraction of a second each.
 _MAX_BAND_STEPS = 12
 # The dimensions that means and intervals are over.
@@ -80,7 +80,7 @@ def plot_emergence(
     if all(bool(sweep["loss"].isnull().all()) for sweep in sweeps.values()):
         # Prompts of one token predict none of their own: they have no loss.
         del shown["loss"]
-    fig = fig or labels.new_figure(7.0, 2.0 + 2.2 * len(shown))
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 1.8 + 1.9 * len(shown))
     panels = fig.subplots(
         len(shown), 1, sharex=True, squeeze=False, height_ratios=[3, 2][: len(shown)]
     )[:, 0]
