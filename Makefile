@@ -22,7 +22,7 @@ KEEP ?=
 TAG ?=
 PYTHONS ?= python3.11 python3.13
 
-.PHONY: setup demo demo-training surge demo-survey demo-vit atlas notebooks pictures zoo real attack same check
+.PHONY: setup demo demo-training surge demo-survey demo-vit atlas notebooks pictures sheets zoo real attack same check
 .PHONY: check-code check-examples test test-tl4 test-tl3 test-lowest test-newest test-long test-long-tl4 test-long-tl3 coverage plant-errors
 .PHONY: study-capacity study-generalization study-treatment study-treatment-coupled study-returns docs check-docs bench bench-statistics address dist check-dist clean
 .DELETE_ON_ERROR:
@@ -215,6 +215,10 @@ docs: .venv/docs
 # As a reader sees it, in Chromium.
 check-docs: docs
 	SITE=docs/_build/html .venv/bin/python -m pytest tests/docs
+
+# Every page at two widths, light and dark; pictures and the start page's figure as colour-blind readers see them. To look at.
+sheets: docs
+	PYTHONPATH=tests/support .venv/bin/python tools/contact_sheets.py docs/_build/html docs/_build/html/index.html docs/coupling.png docs/pictures/*.png --out out/$@
 
 # A GPU has its own: python -m benchmarks.gpu
 bench: .venv/ready

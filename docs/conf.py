@@ -44,6 +44,7 @@ extensions = [
     "start_map",
     "atlas_page",
     "reference",
+    "whole_words",
 ]
 exclude_patterns = ["_build", "_made", "_ext"]
 nitpicky = True

@@ -209,6 +209,17 @@ def test_a_picture_without_a_width_opens_whole(
     }
 
 
+def test_code_stays_whole_unless_a_word_is_longer_than_a_line() -> None:
+    nodes = pytest.importorskip("docutils.nodes")
+    docutils = pytest.importorskip("docutils.utils")
+    words = module("whole_words")
+    document = docutils.new_document("page")
+    texts = ["tl-coupling depth --k 10", "--k " + "a-" * words.LONGEST, ""]
+    document += [nodes.literal(text=text) for text in texts]
+    words.mark(SimpleNamespace(), document)
+    assert [literal["classes"] for literal in document] == [["whole-words"], [], []]
+
+
 @pytest.mark.parametrize(("width", "height"), [(6.0, 4.0), (4.0, 8.0)])
 def test_a_thumbnail_shows_the_plot_alone(
     figures: ModuleType, tmp_path: Path, width: float, height: float

@@ -7,11 +7,8 @@ and of a telephone.
 import json
 import os
 import re
-import threading
 from collections.abc import Iterator
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urldefrag, urljoin, urlsplit
@@ -22,9 +19,10 @@ import pages
 from browser import (
     chromium,
     complaints,
+    open_address,
     requested,
-    resize,
     scrolls_sideways,
+    served,
     settle,
     wait,
 )
@@ -49,21 +47,10 @@ FORMULAS = [
 ]
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with ThreadingHTTPServer(
-        ("127.0.0.1", 0), partial(Quiet, directory=SITE)
-    ) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
+    with served(SITE) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +66,7 @@ def visit(browser, address):
     """
 
     def go(page: str, width: int = WIDE) -> Any:
-        for kind in ("browser", "performance"):
-            browser.get_log(kind)
-        resize(browser, width)
-        browser.get(address + page)
-        wait(browser, "return document.readyState == 'complete'")
-        browser.execute_script(
-            "return window.MathJax?.startup.promise.then(() => true)"
-        )
-        settle(browser)
+        open_address(browser, address + page, width)
         return browser
 
     return go

@@ -3,8 +3,11 @@
 import base64
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +65,41 @@ def chromium(served: bool = False) -> Iterator[Any]:
         driver.quit()
 
 
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """Provide the address of a folder on this machine."""
+    handler = partial(Quiet, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def open_address(driver: Any, address: str, width: int) -> None:
+    """Load a page at a screen of that width, and wait until its formulas are drawn."""
+    for kind in ("browser", "performance"):
+        driver.get_log(kind)
+    resize(driver, width)
+    driver.get(address)
+    wait(driver, "return document.readyState == 'complete'")
+    driver.execute_script("return window.MathJax?.startup.promise.then(() => true)")
+    settle(driver)
+
+
 def open_page(driver: Any, path: Path, width: int) -> None:
     """Load a file from disk at a screen of that width, and wait until every widget has
     drawn.
     """
-    for kind in ("browser", "performance"):
-        driver.get_log(kind)
-    resize(driver, width)
-    driver.get(path.as_uri())
+    open_address(driver, path.as_uri(), width)
     wait(
         driver,
         (
@@ -158,14 +188,14 @@ def spilling(driver: Any) -> list[str]:
     )
 
 
-def screenshot(driver: Any, path: Path) -> None:
-    """Take a picture of the page from top to bottom, as PNG."""
+def screenshot(driver: Any, path: Path, max_height: float = float("inf")) -> None:
+    """Take a picture of the page from top to bottom, or to a height, as PNG."""
     size = driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
     clip = {
         "x": 0,
         "y": 0,
         "width": size["width"],
-        "height": size["height"],
+        "height": min(size["height"], max_height),
         "scale": 1,
     }
     png = driver.execute_cdp_cmd(

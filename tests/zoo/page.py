@@ -69,6 +69,7 @@ def page(found: Found) -> str:
     text = [
         "# Supported architectures",
         "",
+        "Which architectures are measured, and how far each agrees with plain autograd.",
         "Written by `make zoo`, and its last section by `make real`; not edited by hand.",
         "",
     ]
