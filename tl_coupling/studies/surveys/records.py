@@ -193,9 +193,10 @@ def netcdf_lock() -> Iterator[None]:
         # Where a client of dask was made in this process, xarray asks its scheduler for
         # a lock on every file, though it may have died long ago.
         if "dask" in sys.modules:
-            import dask
+            import dask.threaded
 
-            stack.enter_context(dask.config.set(scheduler="threads"))
+            # Where it is given by its name, dask 2024.8 warns that a client is active.
+            stack.enter_context(dask.config.set(scheduler=dask.threaded.get))
         yield
 
 
