@@ -33,6 +33,8 @@ _LARGEST_PANEL = 20
 _MOST_LAYERS_OF_TWO = 8
 _MOST_TOKENS_OF_TWO = 9
 _LONGEST_SIDE_OF_TWO = 16
+# Beside two maps a colour bar would take the width that they need.
+_FLAT_BAR: dict[str, Any] = {"orientation": "horizontal", "shrink": 0.6, "aspect": 40}
 # Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -145,11 +147,8 @@ def draw_maps(
     label = labels.short_measure(measure)
     if options:
         label = labels.measure_label(measure, k, **options)
-    # Beside two maps a bar would take the width that they need.
     is_upright = len(maps) == 1
-    look: dict[str, Any] = {}
-    if not is_upright:
-        look = {"orientation": "horizontal", "shrink": 0.6, "aspect": 40}
+    look = {} if is_upright else _FLAT_BAR
     bar = figure.colorbar(image, ax=axes, label=label, **look).ax
     # A null off the scale has no mark: at the edge it would look like a value.
     if low <= null <= high:
@@ -307,8 +306,9 @@ def plot_coupling_matrices(
         labels.entitle(fig, labels.map_heading([result], k))
     # Divided by σ_1, no entry of A is above 1.
     extend = "both" if vmax < 1 else "neither"
+    look = {"aspect": 40} if untrained is None else _FLAT_BAR
     fig.colorbar(
-        image, ax=list(axes), label="A / σ₁ of the Jacobian", extend=extend, aspect=40
+        image, ax=list(axes), label="A / σ₁ of the Jacobian", extend=extend, **look
     )
     return fig
 
