@@ -506,14 +506,13 @@ def _name_sides(
         connection = free_ends.get(fixed, "token")
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
-    side_names = (
-        f"whose Jacobian ({connection}{row_layer})",
-        f"whose singular vectors ({connection}{column_layer})",
-    )
+    row_name = f"whose Jacobian ({connection}{row_layer})"
+    column_name = f"whose singular vectors ({connection}{column_layer})"
     if n_maps > 1:
         # Half of the width has no room for them in one line.
-        side_names = tuple(fill(name, _LONGEST_SIDE_OF_TWO) for name in side_names)
-    ax.set(ylabel=side_names[0], xlabel=side_names[1])
+        row_name = fill(row_name, _LONGEST_SIDE_OF_TWO)
+        column_name = fill(column_name, _LONGEST_SIDE_OF_TWO)
+    ax.set(ylabel=row_name, xlabel=column_name)
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:
