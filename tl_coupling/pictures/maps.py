@@ -130,7 +130,7 @@ def draw_maps(
         if not bool(result.own_pairs().all()):
             mean = float(result.mean(k, measure, **options))
             if len(maps) > 1:
-                title = f"{name}: mean {mean:.3f}"
+                title = f"{name}\nmean {mean:.3f}"
             else:
                 means = f"mean {mean:.3f}, {RANDOM_SUBSPACES} {null:.3f}"
                 title = labels.with_numbers(title, means)
