@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-from browser import chromium, open_address, resize, screenshot, served
+from browser import chromium, loaded, open_address, resize, screenshot, served
 
 # Of the screen, and of its picture on a sheet.
 WIDTHS = {1280: 320, 390: 195}
@@ -100,6 +100,7 @@ def show_site(driver: Any, site: Path, out: Path) -> None:
             cells: dict[str, list[Cell]] = {scheme: [] for scheme in SCHEMES}
             for page in pages:
                 open_address(driver, address + page, width)
+                loaded(driver, "img")
                 for scheme in SCHEMES:
                     set_scheme(driver, scheme)
                     name = Path(page).with_suffix(".png")

@@ -111,6 +111,8 @@ def _group_of_plots(title: str, names: list[str]) -> str:
     """Write the page of a group of plots, but for those that have a page of their own."""
     module = ROOMS["plots"]
     text = heading(title) + f".. currentmodule:: {module.__name__}\n\n"
+    text += "Plots of one group, each with its picture and its arguments. "
+    text += "The :doc:`gallery </gallery>` has all.\n\n"
     alone = [name for name in names if name in at_the_top("plots")]
     if alone:
         links = ", ".join(f"`tl_coupling.{name}`" for name in alone)

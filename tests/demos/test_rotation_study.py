@@ -158,4 +158,4 @@ def test_the_picture_has_the_committed_means():
         for line, kind in zip(ax.lines, ("together", "apart", "shrunk"), strict=False):
             means = rows[rows["kind"] == kind].groupby("angle")["loss_change"].mean()
             assert line.get_ydata().tolist() == pytest.approx(means.tolist())
-    assert figure.get_figwidth() == pytest.approx(labels.PAGE_WIDTH)
+    assert figure.get_figwidth() == pytest.approx(labels.PHONE_WIDTH)

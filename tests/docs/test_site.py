@@ -19,6 +19,7 @@ import pages
 from browser import (
     chromium,
     complaints,
+    loaded,
     open_address,
     requested,
     scrolls_sideways,
@@ -368,18 +369,6 @@ def test_cards_have_pictures(visit):
         len(sizes) == len([page for page in PAGES if page.startswith("gallery/")]) + 1
     )
     assert all(size == [640, 400] for size in sizes)
-
-
-def loaded(driver: Any, css: str) -> list[list[int]]:
-    """Return the sizes of pictures, also of those that load when they are seen."""
-    return driver.execute_async_script(
-        "const done = arguments[1],"
-        "  all = [...document.querySelectorAll(arguments[0])];"
-        "Promise.all(all.map(one => { one.loading = 'eager'; return one.decode(); }))"
-        "  .then(() => done(all.map(one => [one.naturalWidth, one.naturalHeight])))"
-        "  .catch(error => done([[0, 0]]))",
-        css,
-    )
 
 
 @pytest.mark.parametrize("page", ["gallery.html", "api/plots/index.html"])

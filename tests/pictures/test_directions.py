@@ -190,7 +190,8 @@ def test_a_rotation_of_one_prompt_has_no_interval_in_given_axes() -> None:
     assert plot_rotation(rotation(1, ("alone", "shrunk")), ax=ax) is ax
     (note,) = ax.texts
     assert "nan" not in note.get_text()
-    assert "1 prompt\n" in ax.get_title()
+    assert "2 layers, 1 prompt" in ax.get_title()
+    assert "prompts" not in ax.get_title()
 
 
 def test_subspace_is_a_line_for_each_side_beside_random_frames() -> None:

@@ -223,7 +223,7 @@ def test_coupling_title_tells_model_prompt_and_token():
     ax = plot_coupling(random_map(untrained=True, checkpoint=0), k=2)
     assert ax.get_title() == (
         "Depth coupling · k = 2\nmean 0.274, random subspaces 0.293\n"
-        "tiny at checkpoint 0 (untrained)\n“It costs $5 or $6” · token 3 ‘\\n’"
+        "tiny at checkpoint 0 (untrained) · “It costs $5 or $6”\ntoken 3 ‘\\n’"
     )
     assert not ax.title.get_parse_math()
 

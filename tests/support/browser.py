@@ -110,6 +110,18 @@ def open_page(driver: Any, path: Path, width: int) -> None:
     settle(driver)
 
 
+def loaded(driver: Any, css: str) -> list[list[int]]:
+    """Return the sizes of pictures, also of those that load when they are seen."""
+    return driver.execute_async_script(
+        "const done = arguments[1],"
+        "  all = [...document.querySelectorAll(arguments[0])];"
+        "Promise.all(all.map(one => { one.loading = 'eager'; return one.decode(); }))"
+        "  .then(() => done(all.map(one => [one.naturalWidth, one.naturalHeight])))"
+        "  .catch(error => done([[0, 0]]))",
+        css,
+    )
+
+
 def resize(driver: Any, width: int, height: int = 900) -> None:
     driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
@@ -199,6 +211,7 @@ def screenshot(driver: Any, path: Path, max_height: float = float("inf")) -> Non
         "scale": 1,
     }
     png = driver.execute_cdp_cmd(
-        "Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip}
+        "Page.captureScreenshot",
+        {"captureBeyondViewport": True, "optimizeForSpeed": True, "clip": clip},
     )["data"]
     path.write_bytes(base64.b64decode(png))

@@ -33,6 +33,8 @@ _LARGEST_PANEL = 20
 _MOST_LAYERS_OF_TWO = 8
 _MOST_TOKENS_OF_TWO = 9
 _LONGEST_SIDE_OF_TWO = 16
+# Beside two maps a colour bar would take the width that they need.
+_FLAT_BAR: dict[str, Any] = {"orientation": "horizontal", "shrink": 0.6, "aspect": 40}
 # Inches that a name on its side takes.
 _ROOM_FOR_A_TICK = 0.2
 _INFLUENCE = {
@@ -128,7 +130,7 @@ def draw_maps(
         if not bool(result.own_pairs().all()):
             mean = float(result.mean(k, measure, **options))
             if len(maps) > 1:
-                title = f"{name}: mean {mean:.3f}"
+                title = f"{name}\nmean {mean:.3f}"
             else:
                 means = f"mean {mean:.3f}, {RANDOM_SUBSPACES} {null:.3f}"
                 title = labels.with_numbers(title, means)
@@ -145,11 +147,8 @@ def draw_maps(
     label = labels.short_measure(measure)
     if options:
         label = labels.measure_label(measure, k, **options)
-    # Beside two maps a bar would take the width that they need.
     is_upright = len(maps) == 1
-    look: dict[str, Any] = {}
-    if not is_upright:
-        look = {"orientation": "horizontal", "shrink": 0.6, "aspect": 40}
+    look = {} if is_upright else _FLAT_BAR
     bar = figure.colorbar(image, ax=axes, label=label, **look).ax
     # A null off the scale has no mark: at the edge it would look like a value.
     if low <= null <= high:
@@ -164,7 +163,7 @@ def _side_by_side(n: int, kind: str) -> list[Axes]:
     height = 4.4
     if n > 1:
         # Tokens have longer names than layers.
-        height = 3.7 if kind == "depth" else 4.2
+        height = 4.1 if kind == "depth" else 4.6
     figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 
@@ -307,8 +306,9 @@ def plot_coupling_matrices(
         labels.entitle(fig, labels.map_heading([result], k))
     # Divided by σ_1, no entry of A is above 1.
     extend = "both" if vmax < 1 else "neither"
+    look = {"aspect": 40} if untrained is None else _FLAT_BAR
     fig.colorbar(
-        image, ax=list(axes), label="A / σ₁ of the Jacobian", extend=extend, aspect=40
+        image, ax=list(axes), label="A / σ₁ of the Jacobian", extend=extend, **look
     )
     return fig
 
@@ -506,14 +506,13 @@ def _name_sides(
         connection = free_ends.get(fixed, "token")
         row_layer = f", layer {result.row_layers[0]}"
         column_layer = f", layer {result.col_layers[0]}"
-    side_names = (
-        f"whose Jacobian ({connection}{row_layer})",
-        f"whose singular vectors ({connection}{column_layer})",
-    )
+    row_name = f"whose Jacobian ({connection}{row_layer})"
+    column_name = f"whose singular vectors ({connection}{column_layer})"
     if n_maps > 1:
         # Half of the width has no room for them in one line.
-        side_names = tuple(fill(name, _LONGEST_SIDE_OF_TWO) for name in side_names)
-    ax.set(ylabel=side_names[0], xlabel=side_names[1])
+        row_name = fill(row_name, _LONGEST_SIDE_OF_TWO)
+        column_name = fill(column_name, _LONGEST_SIDE_OF_TWO)
+    ax.set(ylabel=row_name, xlabel=column_name)
     for axis, all_places in zip((ax.yaxis, ax.xaxis), _places(result), strict=True):
         places = drawn_places or all_places
         if is_depth:

@@ -208,7 +208,7 @@ def test_a_relation_between_tasks_alone_is_gone_within_them():
     pooled, within = plot_prompts(data, k=5).axes
     x, y = data.n_pos.values.ravel(), data.mean_coupling.sel(k=5).values.ravel()
     rho, p = stats.spearmanr(x, y)
-    assert pooled.get_title() == f"all prompts:\nρ = {rho:+.2f}, p = {p:.2g}, n = 40"
+    assert pooled.get_title() == f"all prompts:\nρ = {rho:+.2f}, p = {p:.2g}\nn = 40"
     inside = data.task.values == "sums"
     less = [
         values - np.where(inside, values[inside].mean(), values[~inside].mean())
@@ -216,7 +216,7 @@ def test_a_relation_between_tasks_alone_is_gone_within_them():
     ]
     rho_within, p_within = stats.spearmanr(*less)
     assert rho > 0.5 > -0.9 > rho_within
-    said = f"within tasks:\nρ = −{-rho_within:.2f}, p = {p_within:.2g}, n = 40"
+    said = f"within tasks:\nρ = −{-rho_within:.2f}, p = {p_within:.2g}\nn = 40"
     assert within.get_title() == said
     drawn = {line.get_label(): line.get_xydata() for line in pooled.lines}
     np.testing.assert_allclose(drawn["sums"], np.stack([x[inside], y[inside]], 1))

@@ -226,8 +226,8 @@ def plot_forest(result: Generalization, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(places, rows, fontsize="small", parse_math=False)
     # All models, the first row, stand on top.
     ax.invert_yaxis()
-    per_unit = f"per unit of {labels.measure_label(result.measure, result.k)}"
-    ax.set_xlabel(f"slope, {labels.escape_dollars(result.score)}\n{per_unit}")
+    per_unit = f"per unit of\n{labels.measure_label(result.measure, result.k)}"
+    ax.set_xlabel(f"slope, {labels.escape_dollars(result.score)} {per_unit}")
     variables, samples = _heading(result).split("\n", 1)
     level = result.association.linear.level
     title = f"{variables}: slope and {level:.0%} interval"

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import xarray
 
 _SHAPES = {
-    "line_shape_score": "line-shape\nscore",
-    "line_shape_score_all_tokens": "of all\ntokens",
-    "expodistance": "expo-\ndistance",
-    "expodistance_all_tokens": "of all\ntokens",
+    "line_shape_score": "line-shape score",
+    "line_shape_score_all_tokens": "of all tokens",
+    "expodistance": "expodistance",
+    "expodistance_all_tokens": "of all tokens",
 }
 
 

@@ -439,7 +439,7 @@ def _draw_prompts(
         correlation = "ρ is undefined"
     else:
         rho = labels.signed(ranked.rho, "+.2f")
-        correlation = f"ρ = {rho}, p = {ranked.p:.2g}, n = {ranked.n}"
+        correlation = f"ρ = {rho}, p = {ranked.p:.2g}\nn = {ranked.n}"
     # Half of the width has no room for them in one line.
     ax.set_title(f"{title}:\n{correlation}", fontsize="small")
     ax.set_xlabel(fill(x_label, 24), fontsize="small")
