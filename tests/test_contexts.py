@@ -132,7 +132,7 @@ def readings(result: Any) -> dict[str, Any]:
         values = ("numbers", "directions", "pair", "k", "run")
         return {name: fingerprint(getattr(result, name)) for name in values}
     given = {}
-    for name, member in inspect.getmembers_static(type(result)):
+    for name, member in members_of(type(result)).items():
         if name.startswith("_") or name in ("save", "load", "abort", "shutdown"):
             continue
         is_read = isinstance(member, property | cached_property)
@@ -144,6 +144,12 @@ def readings(result: Any) -> dict[str, Any]:
         except (ValueError, TypeError) as error:
             given[name] = str(error)
     return given
+
+
+def members_of(cls: type) -> dict[str, Any]:
+    """Return what a class has and inherits, by name, without calling a descriptor."""
+    # As `inspect.getmembers_static`, which is new in Python 3.11.
+    return {name: inspect.getattr_static(cls, name) for name in dir(cls)}
 
 
 def is_called_plainly(member: Any) -> bool:

@@ -29,7 +29,7 @@ from example_calls import Call, as_given, calls_in_example
 from fingerprints import fingerprint
 from planting import Change, Place, places
 from public_api import public_names
-from test_contexts import FUNCTIONS, is_called_plainly
+from test_contexts import FUNCTIONS, is_called_plainly, members_of
 from test_public_names import examples
 from tl_coupling.blocks import BlockError
 
@@ -335,7 +335,7 @@ class Reading(NamedTuple):
 
 def readings_of(cls: type) -> list[Reading]:
     readings = []
-    for name, member in inspect.getmembers_static(cls):
+    for name, member in members_of(cls).items():
         is_property = isinstance(member, property | cached_property)
         is_public = name == "__repr__" or not name.startswith("_")
         # A file holds what the result does.
