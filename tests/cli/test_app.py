@@ -37,6 +37,9 @@ def test_a_help_text_fits_the_screen_and_a_shell_reads_its_examples(
 ) -> None:
     text = call(command, "--help").out
     assert max(map(len, text.splitlines())) <= 80
+    # No option's name is broken.
+    assert not [line for line in text.splitlines() if line.endswith("-")]
+    assert "\N{NON-BREAKING HYPHEN}" not in text
     shown = printed_examples(text)
     assert shown
     monkeypatch.chdir(tmp_path)

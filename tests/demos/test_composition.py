@@ -228,5 +228,5 @@ def test_the_picture_shows_the_means_of_the_committed_tables():
     ):
         table = pandas.read_csv(path).query("model == 'trained'")
         means = table.groupby("change")["coupling"].mean()
-        points = ax.containers[1].lines[0].get_xdata()
+        points = ax.containers[0].lines[0].get_xdata()
         assert points == pytest.approx([means[change] for change in composition.DRAWN])

@@ -83,8 +83,16 @@ class _Commands(TyperGroup):
                 )
 
 
+# Stands for "-" until lines are broken, which would be broken within `--no-untrained`.
+_HYPHEN_IN_WORD = "\N{NON-BREAKING HYPHEN}"
+
+
 class _Command(TyperCommand):
     """A command whose help text has its own options first, and then the panels."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help text, with hyphens that can be pasted."""
+        return super().get_help(ctx).replace(_HYPHEN_IN_WORD, "-")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """List the options by panel; those that are in none come first."""
@@ -92,8 +100,11 @@ class _Command(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is not None:
+                names, meaning = record
                 panel = getattr(parameter, "rich_help_panel", None) or "Options"
-                records.setdefault(panel, []).append(record)
+                records.setdefault(panel, []).append(
+                    (names, meaning.replace("-", _HYPHEN_IN_WORD))
+                )
         for panel, listed in records.items():
             with formatter.section(panel):
                 formatter.write_dl(listed)
@@ -188,7 +199,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options_of_all}
     name = function.__name__.replace("_", "-")
-    help_text = _help_text(function.__doc__ or "")
+    help_text = _help_text(function.__doc__ or "").replace("-", _HYPHEN_IN_WORD)
     app.command(name, cls=_Command, help=help_text)(run)
     return function
 

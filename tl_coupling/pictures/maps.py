@@ -163,7 +163,7 @@ def _side_by_side(n: int, kind: str) -> list[Axes]:
     height = 4.4
     if n > 1:
         # Tokens have longer names than layers.
-        height = 4.1 if kind == "depth" else 4.6
+        height = 4.4 if kind == "depth" else 4.8
     figure = labels.new_figure(width, height, "compressed")
     return list(figure.subplots(1, n, squeeze=False)[0])
 

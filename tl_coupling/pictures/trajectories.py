@@ -55,7 +55,7 @@ def plot_trajectories(
     Args:
         trace: a traced prompt, or its residual stream `[n_layers+1 n_pos d_model]`, of
             a batch `stream[:, i]`; or several by name, of models or checkpoints: a
-            column each.
+            row each.
         views: a panel for each: "all" depths, the "shallow" half of them, the "deep"
             half. Where streams grow, the deep half looks like all depths, and the
             shallow half is lost in them: these two are the default.
@@ -99,17 +99,10 @@ def plot_trajectories(
     is_alone = not isinstance(trace, Mapping)
     paths_by_name = dict(trace) if isinstance(trace, Mapping) else {"": trace}
 
-    # One prompt has its views side by side; of several, each is a column.
-    if is_alone:
-        n_rows, n_columns = 1, len(views)
-        height = 4.8
-    else:
-        n_rows, n_columns = len(views), len(paths_by_name)
-        height = 3.0 * n_rows + 1.2
-    width = labels.PHONE_WIDTH
-    fig = fig or labels.new_figure(width, height)
-    grid = fig.subplots(n_rows, n_columns, squeeze=False)
-    panels_by_name = grid if is_alone else grid.T
+    # A row for each prompt, with its views side by side.
+    n_rows = len(paths_by_name)
+    fig = fig or labels.new_figure(labels.PHONE_WIDTH, 3.0 * n_rows + 1.2)
+    grid = fig.subplots(n_rows, len(views), squeeze=False)
 
     # Several results show the same tokens: without what is a sink in one of them.
     # Named lines need not be tokens of one prompt: none of them is a sink.
@@ -121,9 +114,7 @@ def plot_trajectories(
             for position in attention_sinks(_stream(paths))
         }
     left_out_by_name = []
-    for (name, paths), panels in zip(
-        paths_by_name.items(), panels_by_name, strict=True
-    ):
+    for (name, paths), panels in zip(paths_by_name.items(), grid, strict=True):
         # A position is no common token of prompts of different lengths.
         n_pos = _stream(paths).shape[1]
         own_sinks = {position for position in sinks if position < n_pos}
