@@ -35,7 +35,7 @@ _COLORS = {
     "shrunk": labels.BLACK,
 }
 # More scales have no room for their names.
-_MOST_SCALES = 6
+_MOST_SCALES = 4
 # The longest names of controls are written on two lines.
 _LONGEST_NAME = 24
 
