@@ -145,7 +145,9 @@ def plot_quartiles(
             ax.set_xscale("log", nonpositive="mask")
             _name_ends(ax)
     names = labels.short_names(models)
-    panels[0].set_yticks(range(len(models)), names, parse_math=False)
+    # Each row names them on its left.
+    for ax in panels[::2]:
+        ax.set_yticks(range(len(models)), names, parse_math=False)
     # Upside down: the smallest model stands on top.
     panels[0].set_ylim(len(models) - 0.5, -0.5)
     _add_legend_of_quartiles(fig, any(run.is_untrained for run in runs))
