@@ -69,7 +69,7 @@ def plot_trajectories(
             default.
 
     Returns the whole Figure; in the Axes of each view the lines are the tokens in their
-    order, each followed by its marks. Of several, the Axes are by view, then by name.
+    order, each followed by its marks. Of several, the Axes are by name, then by view.
 
     Raises:
         ValueError: an unknown view or none, a position out of range, fewer than two

@@ -305,15 +305,13 @@ def test_the_papers_table_against_its_sizes():
 # plot_trajectories of several
 
 
-def test_each_model_has_a_column_and_its_own_components():
+def test_each_model_has_a_row_and_its_own_components():
     small, large = walk(), walk(n_layers=9, seed=1)
     fig = plot_trajectories({"small $x$": small, "large": large})
     panels = np.reshape(fig.axes[:4], (2, 2))
-    for trace, column, depth in ((small, panels[:, 0], 20), (large, panels[:, 1], 9)):
+    for trace, row, depth in ((small, panels[0], 20), (large, panels[1], 9)):
         expected = trajectory_pca(trace.residual).projected.numpy()
-        for ax, (first, last) in zip(
-            column, [(0, depth), (0, depth // 2)], strict=True
-        ):
+        for ax, (first, last) in zip(row, [(0, depth), (0, depth // 2)], strict=True):
             for t, line in enumerate(named_lines(ax)):
                 np.testing.assert_array_equal(
                     line.get_xydata(), expected[first : last + 1, t]
