@@ -30,6 +30,8 @@ sys.path.append(str(Path(__file__).parent / "studies"))
 import block_costs_report
 import capacity_report
 import composition as composition_study
+import coupling_returns as returns_study
+import coupling_returns_report
 import gap_report
 import lens_products as lens_study
 import treatment as treatment_study
@@ -313,6 +315,13 @@ def treatment_coupled() -> Figure:
     )
 
 
+def returns() -> Figure:
+    """Coupling of small models that are trained on, and their losses."""
+    return coupling_returns_report.draw(
+        returns_study.read_curves(RESULTS / "coupling_returns")
+    )
+
+
 def lens_products() -> Figure:
     """Products of means beside means of products, and blocks that vary together."""
     sources = ("smollm2-135m", "qwen2.5-coder-0.5b-instruct-q4_k_m")
@@ -331,6 +340,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "pictures/carriers.png": carriers,
     "pictures/heads.png": heads,
     "pictures/products.png": products,
+    "pictures/returns.png": returns,
     "pictures/lens-products.png": lens_products,
     "pictures/ablation.png": ablation,
     "pictures/rotation.png": rotation,

@@ -681,6 +681,72 @@ def test_the_small_models_of_training_end_before_the_paper_s_first_checkpoint() 
     assert loss.loc[peak:].is_monotonic_decreasing
 
 
+def by_octave(column: str) -> tuple[np.ndarray, np.ndarray, pandas.DataFrame]:
+    """Coupling of pilots and of other seeds by octaves back from the last step, in
+    columns, and where octaves begin and end.
+    """
+    [path] = (RESULTS / "coupling_returns").glob("curves-*.csv")
+    table = pandas.read_csv(path)
+    table = table[table["step"] > 0]
+    steps = table["step"].unique()
+    n_octaves = int(np.log2(steps[-1])) + 1
+    # A step that is half of the last one but for rounding is in the octave before.
+    edges = [steps[-1] / 2**i * 1.01 for i in range(n_octaves, -1, -1)]
+    octave = pandas.cut(table["step"], edges, labels=False)
+    means = table.groupby(["role", "seed", octave])[column].mean()
+    places = table.groupby(octave)[["tokens", "passes"]].agg(["min", "max"])
+    pilots, seeds = (means[role].unstack(0).to_numpy() for role in ("pilot", "main"))
+    return pilots, seeds, places
+
+
+def test_small_models_that_are_trained_on_stay_down() -> None:
+    section = " ".join(
+        section_of("findings/training.md", "Trained on, small models stay down").split()
+    )
+    for column, words in (
+        ("coupling", "coupling changes by {}, so a rise of .05 is excluded"),
+        (
+            "coupling_without_identity",
+            "identity it is {}, and the sentence is the same",
+        ),
+    ):
+        pilots, seeds, places = by_octave(column)
+        mean = pilots.mean(1)
+        peak = mean.argmax()
+        trough = peak + 1 + mean[peak + 1 : -1].argmin()
+        after = seeds[trough + 1 :] - seeds[trough]
+        for rise in after:
+            assert stats.ttest_1samp(rise, 0).confidence_interval(0.95).high < 0.05
+        assert words.format(shortly(pandas.Series(after[-1]))) in section
+    pilots, seeds, places = by_octave("coupling")
+    tokens = places["tokens"]
+    fall = shortly(pandas.Series(seeds[peak] - seeds[-1]))
+    assert seeds.shape[1] == 6
+    assert pilots.shape[1] == 2
+    until = tokens["max"].max()
+    passes = places["passes"]["max"].max()
+    assert f"up to {until / 1e6:.1f} million tokens**, {passes:.1f} passes" in section
+    first, last = tokens.loc[peak]
+    assert f"between {first / 1e3:.0f} and {last / 1e3:.0f} thousand tokens" in section
+    [path] = (RESULTS / "coupling_returns").glob("curves-*.csv")
+    table = pandas.read_csv(path)
+    untrained = table.loc[table["step"] == 0, "coupling"].mean()
+    peak_mean, end = (f"{seeds[i].mean():.3f}".lstrip("0") for i in (peak, -1))
+    assert f"({peak_mean}, untrained {untrained:.3f})".replace("0.", ".") in section
+    chance = f"{table['chance'].iloc[0]:.3f}".lstrip("0")
+    assert f"lower by {fall} at the end ({end}, chance {chance})" in section
+    begin, stop = tokens.loc[trough] / 1e6
+    assert f"is at {begin:.1f} to {stop:.1f} million tokens" in section
+    of_pythia = until / (128 * 1024 * 2048)
+    assert f"million tokens are {of_pythia:.0%}".replace("%", " %") in section
+    assert f"its {table['step'].max():,} steps" in section
+    assert f"stay-down) up to {until / 1e6:.1f} million." in TEXT
+    # Each model's lowest held-out loss is its last.
+    held_out = table.pivot(index="step", columns="seed", values="loss_held_out")
+    assert (held_out.idxmin() == held_out.index[-1]).all()
+    assert seeds[-1].mean() < seeds[-2].mean()
+
+
 # A linear step, which an untrained block cannot take either, and one that can be passed.
 def linear_steps() -> pandas.DataFrame:
     """Means over blocks: a row for each model, text and step."""

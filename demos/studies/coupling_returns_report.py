@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from tl_coupling.pictures import labels
@@ -295,32 +296,67 @@ def print_setting(key: tuple[int, int, int, int], curves: pandas.DataFrame) -> N
 
 def draw(curves: pandas.DataFrame) -> Figure:
     """Draw coupling of every seed by tokens, above, and losses below; a column for each
-    setting.
+    setting. Without multiples of the identity the mean over the seeds that are no pilots
+    is drawn.
     """
     settings = list(curves.groupby(SETTING, sort=False))
-    figure = labels.new_figure(labels.PHONE_WIDTH, 6.0)
+    figure = labels.new_figure(labels.PHONE_WIDTH, 6.4)
     grid = figure.subplots(2, len(settings), sharex="col", squeeze=False)
-    for column, ((width, n_layers, *_), of_setting) in enumerate(settings):
+    verdicts = set()
+    for column, ((width, n_layers, _, k), of_setting) in enumerate(settings):
         above, below = grid[:, column]
-        for _, of_seed in of_setting.groupby("seed"):
-            trained = of_seed[of_seed["step"] > 0]
-            is_pilot = of_seed["role"].iloc[0] == PILOT
-            look = {"linewidth": 0.9, "linestyle": ":" if is_pilot else "-"}
-            tokens = trained["tokens"]
-            above.plot(tokens, trained["coupling"], color=labels.BLUE, **look)
-            without = trained["coupling_without_identity"]
-            above.plot(tokens, without, color=labels.ORANGE, **look)
-            below.plot(tokens, trained["loss_held_out"], color=labels.BLACK, **look)
-            below.plot(tokens, trained["loss_training"], color=labels.GREEN, **look)
-        above.axhline(of_setting["chance"].iloc[0], **labels.NULL_LINE)
-        above.set_title(f"width {width}, {n_layers} blocks", fontsize="small")
-        below.set_xscale("log")
-        below.set_xlabel("tokens", fontsize="small")
+        draw_couplings(above, of_setting)
+        draw_losses(below, of_setting)
+        above.set_title(f"width {width}, {n_layers} blocks, k = {k}", fontsize="small")
+        verdicts.add(verdict_of(course_of(of_setting, "coupling")).kind)
     grid[0, 0].set_ylabel("mean coupling", fontsize="small")
     grid[1, 0].set_ylabel("loss, nats", fontsize="small")
-    small = (
-        "blue: coupling, orange: without multiples of the identity; black: held-out "
-        f"loss,\ngreen: of the learned text; dotted: pilots; dashed: {RANDOM_SUBSPACES}"
+    labels.legend_below(figure, *grid[:, 0])
+    labels.entitle(
+        figure,
+        f"{title_of(verdicts)}\nlines: seeds · dotted: pilots, which chose what is "
+        "compared",
     )
-    labels.entitle(figure, f"Does coupling come back?\n{small}")
     return figure
+
+
+def title_of(verdicts: set[str]) -> str:
+    """Return what is seen where all settings earned one sentence; else what is asked."""
+    titles = {
+        "rises": "Coupling falls, and rises again",
+        "stays down": "Coupling rises, falls and stays down",
+    }
+    return titles.get("".join(verdicts), "Does coupling come back?")
+
+
+def draw_couplings(ax: Axes, curves: pandas.DataFrame) -> None:
+    """Draw coupling of every seed, and its mean without multiples of the identity."""
+    draw_seeds(ax, curves, "coupling", labels.BLUE, "coupling")
+    trained = curves[(curves["step"] > 0) & (curves["role"] == MAIN)]
+    mean = trained.groupby("tokens")["coupling_without_identity"].mean()
+    look = {"color": labels.ORANGE, "linestyle": "--", "linewidth": 1.6}
+    ax.plot(mean.index, mean, label="without identity, mean", **look)
+    chance = curves["chance"].iloc[0]
+    ax.axhline(chance, label=f"{RANDOM_SUBSPACES}, {chance:.3f}", **labels.NULL_LINE)
+    ax.tick_params(labelsize="small")
+
+
+def draw_losses(ax: Axes, curves: pandas.DataFrame) -> None:
+    """Draw the loss of every seed on held-out text and on the text that is learned."""
+    draw_seeds(ax, curves, "loss_held_out", labels.BLACK, "held-out loss")
+    draw_seeds(ax, curves, "loss_training", labels.GREEN, "of the learned text")
+    ax.set_xscale("log")
+    ax.set_xlabel("tokens", fontsize="small")
+    ax.tick_params(labelsize="small")
+
+
+def draw_seeds(
+    ax: Axes, curves: pandas.DataFrame, column: str, color: str, name: str
+) -> None:
+    """Draw a quantity by tokens, a line for each seed; the first of them has the name."""
+    trained = curves[curves["step"] > 0]
+    names = dict.fromkeys(trained.loc[trained["role"] == MAIN, "seed"].head(1), name)
+    for seed, of_seed in trained.groupby("seed"):
+        style = ":" if of_seed["role"].iloc[0] == PILOT else "-"
+        look = {"color": color, "linestyle": style, "linewidth": 0.9}
+        ax.plot(of_seed["tokens"], of_seed[column], label=names.get(seed, ""), **look)

@@ -214,11 +214,28 @@ def test_the_report_holds_both_sentences_and_chance(capsys):
 
 
 def test_the_figure_has_every_seed_and_chance():
-    above, below = report.draw(planted(BACK)).axes
-    assert len(above.lines) == 2 * (N_PILOTS + N_SEEDS) + 1
+    figure = report.draw(planted(BACK))
+    above, below = figure.axes
+    # Coupling of every seed, its mean without the identity, and chance.
+    assert len(above.lines) == N_PILOTS + N_SEEDS + 2
     assert len(below.lines) == 2 * (N_PILOTS + N_SEEDS)
     assert above.lines[-1].get_ydata()[0] == pytest.approx(0.106)
     assert above.get_xscale() == "log"
+    assert figure.get_suptitle().startswith("Coupling falls, and rises again\n")
+    [legend] = figure.legends
+    assert len(legend.get_texts()) == 5
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "title"),
+    [
+        ({"stays down"}, "Coupling rises, falls and stays down"),
+        ({"not decided"}, "Does coupling come back?"),
+        ({"rises", "stays down"}, "Does coupling come back?"),
+    ],
+)
+def test_the_title_says_what_all_settings_earned(verdicts: set[str], title: str):
+    assert report.title_of(verdicts) == title
 
 
 def test_measured_steps_are_log_spaced():

@@ -217,7 +217,9 @@ def test_final_norm_is_part_of_the_last_step(tiny_trace: Trace):
         linearisation(tiny_trace, closed_form=False),
         linearisation(normed, closed_form=False),
     )
-    assert torch.equal(a.one_step[0], b.one_step[0])
+    # Matrix products of equal numbers may differ in their last bits, by where the memory
+    # of their factors begins.
+    torch.testing.assert_close(b.one_step[0], a.one_step[0], rtol=1e-6, atol=1e-6)
     assert not torch.allclose(a.one_step[-1], b.one_step[-1], rtol=0.1)
 
 
