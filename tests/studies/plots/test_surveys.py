@@ -8,6 +8,7 @@ import pytest
 import torch
 import xarray
 from matplotlib.collections import LineCollection
+from matplotlib.text import Text
 from scipy import stats
 
 from axes import named_lines
@@ -300,6 +301,16 @@ def test_the_papers_table_against_its_sizes():
         ValueError, match="`x` is empty: wanted columns to draw 'score' against"
     ):
         plot_covariates(pandas.DataFrame({"model": ["a"], "score": [1.0]}))
+
+
+def test_names_stand_on_no_point_named_or_not():
+    fig = plot_covariates(paper_table1())
+    fig.draw_without_rendering()
+    for ax in fig.axes:
+        points = ax.transData.transform(ax.lines[0].get_xydata())
+        for name in ax.texts:
+            box = Text.get_window_extent(name)
+            assert not any(box.contains(*point) for point in points), name.get_text()
 
 
 # plot_trajectories of several

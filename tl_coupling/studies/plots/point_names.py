@@ -47,7 +47,7 @@ def name_points(
     axes_box = ax.get_window_extent()
     # Six points across: the size of a mark.
     taken = [_box_around(point, 3 * pixels_per_point) for point in points]
-    taken += _boxes_along_curves(ax, pixels_per_point)
+    taken += _boxes_of_lines(ax, 3 * pixels_per_point, pixels_per_point)
     for xy, point, name in zip(
         zip(x, y, strict=True), points, labels.short_names(models), strict=True
     ):
@@ -79,14 +79,19 @@ def _box_around(point: Float[np.ndarray, "2"], half_width: float) -> Bbox:
     return Bbox([point - half_width, point + half_width])
 
 
-def _boxes_along_curves(ax: Axes, half_width: float) -> list[Bbox]:
-    """Return small boxes along every drawn curve; dashed lines may be covered."""
+def _boxes_of_lines(ax: Axes, of_points: float, of_curves: float) -> list[Bbox]:
+    """Return boxes of these half widths around every drawn point, and small ones along
+    every curve; dashed lines may be covered.
+    """
     boxes = []
     for line in ax.lines:
-        if line.get_linestyle() in ("None", "--"):
-            continue
-        path = ax.transData.transform_path(line.get_path()).interpolated(3)
-        boxes += [_box_around(point, half_width) for point in np.asarray(path.vertices)]
+        style = line.get_linestyle()
+        path = ax.transData.transform_path(line.get_path())
+        if style == "None":
+            boxes += [_box_around(point, of_points) for point in path.vertices]
+        elif style != "--":
+            vertices = path.interpolated(3).vertices
+            boxes += [_box_around(point, of_curves) for point in vertices]
     return boxes
 
 
