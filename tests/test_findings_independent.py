@@ -739,7 +739,7 @@ def test_small_models_that_are_trained_on_stay_down() -> None:
     assert f"is at {begin:.1f} to {stop:.1f} million tokens" in section
     of_pythia = until / (128 * 1024 * 2048)
     assert f"million tokens are {of_pythia:.0%}".replace("%", " %") in section
-    assert f"its {table['step'].max():,} steps" in section
+    assert f"models' {table['step'].max():,} steps" in section
     assert f"stay-down) up to {until / 1e6:.1f} million." in TEXT
     # Each model's lowest held-out loss is its last.
     held_out = table.pivot(index="step", columns="seed", values="loss_held_out")
