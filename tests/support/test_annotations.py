@@ -60,13 +60,27 @@ def test_what_fits_passes() -> None:
         lambda: products([(X, X)]),
         lambda: adder(1.0)("2"),
         lambda: adder(1j)(1),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[[], Any]) -> None:
+    with pytest.raises(Exception, match=r"violates|Type-check error"):
+        call()
+
+
+@pytest.mark.skipif(
+    jaxtyping.jaxtyped is not checked,
+    reason="the package is checked where all tests run: on TransformerLens 4.x",
+)
+@pytest.mark.parametrize(
+    "call",
+    [
         lambda: check_cut(X[0], 1, ["S"]),
         lambda: check_cut(X, 1, "S"),
         lambda: Triplets(X, X[0], X, X[0], 1.0),
         lambda: Triplets(X, X[0], X, X[0, :2], 1),
     ],
 )
-def test_what_does_not_fit_is_refused(call: Callable[[], Any]) -> None:
+def test_what_does_not_fit_the_package_is_refused(call: Callable[[], Any]) -> None:
     with pytest.raises(Exception, match=r"violates|Type-check error"):
         call()
 
