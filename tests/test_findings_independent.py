@@ -504,6 +504,41 @@ def test_the_treatment_less_what_speed_does() -> None:
     assert said.format(*behind) in " ".join(page.split())
 
 
+def test_the_treatment_s_outcomes_follow_from_each_seed_s_losses() -> None:
+    """Of the models that were trained once more, whose losses are committed."""
+    page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
+    folder = RESULTS / "treatment" / "again"
+    of = outcomes_of_seeds(folder / "seeds-little.csv")
+    assert of["loss"].shape == (9, 7)
+    models = pandas.read_csv(folder / "models-little.csv")
+    first = of_seeds("little", LOSS).loc[of["loss"].index]
+    for name, column, error in (
+        ("loss", LOSS, 1e-5),
+        ("step", STEP, 1e-3),
+        ("c", "coupling in the band", 1e-5),
+    ):
+        committed = models.pivot(index="seed", columns="arm", values=column)
+        assert (of[name] - committed).abs().max(axis=None) < error
+    for row, (arm, other) in {
+        "up - placebo up": ("up", "placebo up"),
+        "up - twisted up": ("up", "twisted up"),
+        "down - placebo down": ("down", "placebo down"),
+        "down - twisted down": ("down", "twisted down"),
+    }.items():
+        runs = [shortly(losses[arm] - losses[other]) for losses in (first, of["loss"])]
+        assert cells_of(page, f"{row}, nine seeds") == runs
+    change = (of["loss"] - first).abs()
+    words = " ".join(page.split())
+    between = (
+        f"by {change.mean(axis=None):.3f} in the mean and {change.max(axis=None):.3f}"
+    )
+    assert between.replace("0.", ".") in words
+    by_arm = change.mean().sort_values()
+    assert (by_arm.iloc[:-2] < 0.0025).all()
+    assert [*by_arm.index[-2:]] == ["up", "twisted up"]
+    assert by_arm.iloc[-2:].round(3).between(0.007, 0.008).all()
+
+
 def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
     coupling = of_seeds("little", "coupling in the band")["loss alone"].mean()
     # Subspaces of 8 in 48 dimensions.
@@ -526,11 +561,11 @@ def test_what_the_treatment_had_to_lower_and_what_was_not_shown() -> None:
 
 
 # The treatment where models are coupled: outcomes and sentence from each seed's losses.
-def outcomes_of_seeds(part: str) -> dict[str, pandas.DataFrame]:
+def outcomes_of_seeds(path: Path) -> dict[str, pandas.DataFrame]:
     """Held-out loss, step and coupling in the band, a row for each seed, a column for
     an arm, from the committed losses.
     """
-    table = pandas.read_csv(RESULTS / "treatment_coupled" / f"seeds-{part}.csv")
+    table = pandas.read_csv(path)
     found: dict[str, dict[tuple[int, str], float]] = {"loss": {}, "step": {}, "c": {}}
     for seed, of_seed in table.groupby("seed"):
         by_arm = of_seed.pivot(index="step", columns="arm", values="loss_training")
@@ -571,7 +606,7 @@ def four_digits(values: pandas.Series, level: float = 0.975) -> str:
 def test_the_treatment_where_models_are_coupled() -> None:
     """Outcomes anew from the losses of each seed, by numpy and scipy."""
     page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
-    of = outcomes_of_seeds("coupled")
+    of = outcomes_of_seeds(RESULTS / "treatment_coupled" / "seeds-coupled.csv")
     assert of["loss"].shape == (36, 6)
     coupling = of["c"].mean()
     bounds = []

@@ -88,9 +88,10 @@ def _boxes_of_lines(ax: Axes, of_points: float, of_curves: float) -> list[Bbox]:
         style = line.get_linestyle()
         path = ax.transData.transform_path(line.get_path())
         if style == "None":
-            boxes += [_box_around(point, of_points) for point in path.vertices]
+            points = np.asarray(path.vertices)
+            boxes += [_box_around(point, of_points) for point in points]
         elif style != "--":
-            vertices = path.interpolated(3).vertices
+            vertices = np.asarray(path.interpolated(3).vertices)
             boxes += [_box_around(point, of_curves) for point in vertices]
     return boxes
 
