@@ -39,7 +39,7 @@ class CouplingCallback(TrainerCallback):
         trainer = Trainer(model, …, callbacks=[coupling])
         coupling.log = trainer.log  # to what the trainer reports to
 
-    in any other loop, Lightning's `on_train_batch_end` or accelerate's on the main
+    in any other loop, Lightning's `on_train_batch_start` or accelerate's on the main
     process::
 
         coupling.step(step, model)

@@ -132,7 +132,7 @@ def precision_sweep(
         - `left_overlap`, `right_overlap`, `[precision prompt k layer]`: how far the top
           k left (right) singular vectors of a Jacobian span the same space as those of
           the first precision, the mean squared cosine of the principal angles
-          (`coupling.subspace_overlap`); 1 for the same space, `k / d_model` for random
+          (`measures.subspace_overlap`); 1 for the same space, `k / d_model` for random
           ones;
         - `pair_change`, `[precision prompt k]`: root mean square, over pairs of
           different layers, of the change of coupling; that of a mean may hide how far
