@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tl_coupling as tlc
-from random_matrices import haar
+from random_matrices import haar, matrix
 from tl_coupling.spectra import Spectrum
 
 D = 8
@@ -66,9 +66,9 @@ def all_measures(A: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
 def test_coupling_matrix_is_the_double_loop(orientation, k):
     J_1, J_2 = random_pair(0)
     U, _, Vh = np.linalg.svd(J_2.numpy())
-    spectrum = Spectrum(
-        torch.from_numpy(U), torch.ones(D, dtype=torch.float64), torch.from_numpy(Vh)
-    )
+    # Any singular values will do: A is of the vectors alone.
+    S = torch.arange(D, 0, -1, dtype=torch.float64)
+    spectrum = Spectrum(torch.from_numpy(U), S, torch.from_numpy(Vh))
     A = tlc.coupling_matrix(J_1, spectrum, k, orientation)
     assert A.shape == (k, k)
     for i in range(k):
@@ -97,6 +97,31 @@ def test_batches_are_their_matrices_one_by_one(orientation):
         torch.testing.assert_close(values[:, i, j], all_measures(A[i, j], S[i, j]))
 
 
+def test_arbitrary_singular_vectors_are_warned_of_by_their_place_in_the_batch():
+    """Of rank 2, of equal σ, and neither: the first two are named."""
+    low_rank = np.array([3, 2, 0, 0, 0, 0, 0, 0.0])
+    repeated = np.array([3, 2, 2, 2, 1, 0.9, 0.8, 0.7])
+    distinct = np.arange(D, 0, -1.0)
+    J_2 = torch.stack(
+        [
+            torch.from_numpy(matrix(S, (D, D), seed))
+            for seed, S in enumerate((low_rank, repeated, distinct))
+        ]
+    )
+    with (
+        pytest.warns(
+            UserWarning, match=r"k = 3 is above the rank of spectrum_2\[0\] \("
+        ),
+        pytest.warns(UserWarning, match=r"σ_3 and σ_4 .* rounding in spectrum_2\[1\]:"),
+    ):
+        tlc.coupling_matrix(J_2, tlc.svd(J_2), k=3)
+    with pytest.warns(UserWarning, match=r"above the rank of spectrum_2 \("):
+        tlc.coupling_matrix(J_2[2], tlc.svd(J_2[0]), k=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tlc.coupling_matrix(J_2, tlc.svd(J_2[2]), k=3)
+
+
 def test_one_spectrum_of_singular_values_serves_a_row_of_pairs():
     A = torch.randn(2, 3, K, K, generator=torch.Generator().manual_seed(2))
     S = torch.rand(2, D).sort(descending=True).values
@@ -110,6 +135,8 @@ def test_one_spectrum_of_singular_values_serves_a_row_of_pairs():
     "sigma",
     [np.linspace(3, 1, D), np.geomspace(1, 1e-3, D), np.array([3.0, 2, 1, *[0] * 5])],
 )
+# The last has rank 3: at k = D the rest is arbitrary, and A is diagonal all the same.
+@pytest.mark.filterwarnings("ignore:k = 8 is above the rank of spectrum_2")
 def test_a_jacobian_coupled_with_itself_is_its_singular_values(sigma):
     rng = np.random.default_rng(3)
     J = torch.from_numpy(haar(D, rng) * sigma @ haar(D, rng))

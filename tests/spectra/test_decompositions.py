@@ -238,13 +238,18 @@ def test_a_cut_inside_a_near_repeated_singular_value_warns_and_names_it(dtype):
         dtype=dtype,
     )
     names = ["the repeated", "the clear", "the near", "the just distinct", "the zero"]
-    (message,) = warnings_of(S, 2, names)
-    assert "σ_2 and σ_3" in message
-    assert [name for name in names if name in message] == [
-        "the repeated",
-        "the near",
-        "the zero",
-    ]
+    beyond, equal = warnings_of(S, 2, names)
+    assert beyond.startswith("k = 2 is above the rank of the zero (at least 0)")
+    assert equal.startswith("σ_2 and σ_3 are equal to rounding in the repeated, the ne")
+    assert [name for name in names if name in equal] == ["the repeated", "the near"]
+
+
+@pytest.mark.parametrize("k", [3, 4, 5])
+def test_a_cut_beyond_the_rank_says_so_and_how_many_there_are(k):
+    S = torch.tensor([[3, 2, 0, 0, 0], [3, 2, 1, 0.5, 0.2]], dtype=torch.float64)
+    (message,) = warnings_of(S, k, ["the low", "the full"])
+    assert message.startswith(f"k = {k} is above the rank of the low (at least 2)")
+    assert message.endswith("ask for at most 2")
 
 
 @pytest.mark.parametrize(

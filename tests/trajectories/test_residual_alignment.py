@@ -456,7 +456,7 @@ def test_a_coupling_matrix_is_no_matrix_of_cosines(measure):
 def test_a_k_beyond_the_rank_is_warned_of():
     U = orthogonal()
     with pytest.warns(
-        UserWarning, match="σ_4 and σ_5 are equal to rounding in layer 0, token 2"
+        UserWarning, match="k = 4 is above the rank of layer 0, token 2, layer 1"
     ):
         residual_alignment(network(U, gains(), U), n_classes=RANK + 1)
     with warnings.catch_warnings():

@@ -40,7 +40,6 @@ from tl_coupling.measures import (
     Measure,
     MeasureFunction,
     MeasureName,
-    coupling_matrix,
     draws_of_nuclear_overlap,
     measure_named,
     nuclear_overlap,
@@ -473,7 +472,7 @@ def prompt_coupling(
     paths: list[dict[str, str]] = [{} for _ in traced]
     for layer in with_progress(selected_layers, progress, "layers"):
         decomposed = _decomposed(traced, layer, positions, k, options)
-        layer_pairs.append(_compared(decomposed, k))
+        layer_pairs.append(_compared(decomposed))
         for prompt_paths, prompt_jacobian in zip(paths, decomposed, strict=True):
             prompt_paths.update(prompt_jacobian.paths)
     return PromptCoupling(
@@ -524,18 +523,17 @@ def _decomposed(
     return decomposed
 
 
-def _compared(decomposed: Sequence[Decomposed], k: int) -> _LayerPairs:
+def _compared(decomposed: Sequence[Decomposed]) -> _LayerPairs:
     """Compare one layer's Jacobians on every two prompts."""
     # The frames of all prompts at this layer are one batch.
     spectra = Spectrum.cat([prompt_jacobian.leading for prompt_jacobian in decomposed])
-    n = len(decomposed)
+    U = spectra.U
+    V = spectra.Vh.mT
     rows = []
     for prompt_jacobian in decomposed:
         J = prompt_jacobian.jacobian(0)
         # The Jacobian of one prompt in the frames of each: a row of the map.
-        rows.append(coupling_matrix(J.expand(n, *J.shape), spectra, k))
-    U = spectra.U
-    V = spectra.Vh.mT
+        rows.append(U.mT @ (J @ V))
     return _LayerPairs(
         matrices=torch.stack(rows),
         write_cosines=einsum(U, U, "row d i, col d j -> row col i j"),

@@ -9,13 +9,14 @@ for a smaller K pass the corner `A[..., :k, :k]`.
 import math
 from typing import Annotated, Literal
 
+import numpy as np
 import torch
 from einops import einsum
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_coupling.arguments import at_least, checked, warn_caller
-from tl_coupling.spectra import Spectrum, check_entries, check_k
+from tl_coupling.spectra import Spectrum, check_cut, check_entries, check_k
 
 Norm = Annotated[int | float, at_least(1)]
 Orientation = Literal["ujv", "vju"]
@@ -50,6 +51,9 @@ def coupling_matrix(
             fit, NaN or infinite entries.
         TypeError: `J_1` and the spectrum have different dtypes.
 
+    Warns where k is above the rank of `J_2`, or its σ_k and σ_{k+1} are equal to
+    rounding: the top k are arbitrary there, and so is A.
+
     Cost: `2 k d_model²` flops. Source: Aubry et al. 2025, eq. 9–12.
 
     Example:
@@ -61,6 +65,7 @@ def coupling_matrix(
     _check_fit(J_1, spectrum_2)
     # The frame on the left has shape `[k d_model]`, that on the right `[d_model k]`.
     top = spectrum_2.top(k)
+    _check_cut(spectrum_2, k)
     left = top.U.mT
     right = top.Vh.mT
     if orientation == "vju":
@@ -93,6 +98,15 @@ def _check_fit(J_1: Tensor, spectrum_2: Spectrum) -> None:
             "`J_1` and `spectrum_2` must have batch axes that fit, "
             f"got {batch_1} and {batch_2}"
         )
+
+
+def _check_cut(spectrum: Spectrum, k: int) -> None:
+    """Warn of the matrices of `spectrum_2` whose top k singular vectors are arbitrary."""
+    batch = spectrum.S.shape[:-1]
+    names = [f"spectrum_2{list(index)}" for index in np.ndindex(*batch)]
+    if not batch:
+        names = ["spectrum_2"]
+    check_cut(spectrum.S.reshape(-1, spectrum.S.shape[-1]), k, names)
 
 
 @checked

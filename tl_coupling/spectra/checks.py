@@ -42,7 +42,7 @@ def fitting_k(k: int | None, d_model: int) -> int:
 
 
 def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> None:
-    """Warn where `σ_k ≈ σ_{k+1}`, so that rounding decides what the top k are.
+    """Warn where k is above a rank, or `σ_k ≈ σ_{k+1}`: rounding decides the top k.
 
     Rounding turns the top-k subspace by about `ε σ_1 / (σ_k − σ_{k+1})`; the warning is
     where that is above 1/10. Where all singular values are taken, nothing is cut, but
@@ -58,24 +58,25 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
     rounding = 10 * torch.finfo(S.dtype).eps * S[:, 0]
     ranks = (S - rounding[:, None] > 0).sum(-1)
     # The vectors of a single one that is 0 are known but for their signs.
-    is_arbitrary = ranks < n_singular - 1
-    if k < n_singular:
-        is_arbitrary = S[:, k - 1] - S[:, k] <= rounding
-    if not is_arbitrary.any():
-        return
-    arbitrary = ", ".join(itertools.compress(names, is_arbitrary.tolist()))
-    if k < n_singular:
-        warn_caller(
-            f"σ_{k} and σ_{k + 1} are equal to rounding in {arbitrary}: "
-            f"the top-{k} subspace there is arbitrary, and so is the coupling cut at "
-            "this k; try another k"
-        )
-    else:
+    known = ranks if k < n_singular else ranks + 1
+    is_beyond_rank = known < k
+    if is_beyond_rank.any():
+        beyond = ", ".join(itertools.compress(names, is_beyond_rank.tolist()))
         rank = int(ranks.min())
         warn_caller(
-            f"k = {n_singular} is above the rank of {arbitrary} "
+            f"k = {k} is above the rank of {beyond} "
             f"(at least {rank}): singular vectors beyond it are arbitrary, "
             f"and so is the coupling at this k; ask for at most {max(1, rank)}"
+        )
+    if k >= n_singular:
+        return
+    is_equal = (S[:, k - 1] - S[:, k] <= rounding) & ~is_beyond_rank
+    if is_equal.any():
+        equal = ", ".join(itertools.compress(names, is_equal.tolist()))
+        warn_caller(
+            f"σ_{k} and σ_{k + 1} are equal to rounding in {equal}: "
+            f"the top-{k} subspace there is arbitrary, and so is the coupling cut at "
+            "this k; try another k"
         )
 
 
