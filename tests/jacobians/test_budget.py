@@ -305,8 +305,26 @@ def test_a_plan_of_a_name_a_model_and_a_trace(
     assert of_trace.jacobians == 4 * n * d * d
     assert of_trace.flops["pairs"] == 2 * n * n * (k * d * d + k * k * d)
     assert "weights, on disk" in str(of_trace)
-    with pytest.raises(ValueError, match="`memory` is for a model given by its name"):
+    with pytest.raises(ValueError, match="`memory` and `dtype` are for a model given by its"):
         tlc.plan(streamed, memory="stream")
+    with pytest.raises(ValueError, match="`dtype` are for a model given by its name"):
+        tlc.plan(streamed, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16, "float64", "float32"])
+def test_a_plan_of_a_name_in_a_dtype_is_that_of_the_model_loaded_in_it(
+    folder_model: Path, dtype: torch.dtype | str
+) -> None:
+    loaded = tlc.load_model(str(folder_model), device="cpu", dtype=dtype)
+    of_name = tlc.plan(str(folder_model), 4, 8, dtype=dtype)
+    of_loaded = tlc.plan(loaded, 4, 8)
+    parts = ("block", "result", "jacobians", "working", "flops")
+    assert {part: getattr(of_name, part) for part in parts} == {
+        part: getattr(of_loaded, part) for part in parts
+    }
+    in_float32 = tlc.plan(str(folder_model), 4, 8).weights
+    itemsize = next(loaded.parameters()).element_size()
+    assert 4 * of_name.weights == itemsize * in_float32
 
 
 class NoModules(nullcontext):

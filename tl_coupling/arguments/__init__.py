@@ -15,6 +15,7 @@ from tl_coupling.arguments.annotations import (
     Seed,
     Text,
     at_least,
+    dtype_named,
 )
 from tl_coupling.arguments.checking import check_text, checked
 from tl_coupling.arguments.forks import (
@@ -50,6 +51,7 @@ __all__ = [
     "checked",
     "defaults_of_model",
     "described",
+    "dtype_named",
     "fork_safe_lock",
     "format_shape",
     "ids_of_one_prompt",

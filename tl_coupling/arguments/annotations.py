@@ -80,6 +80,11 @@ def _float_dtype(dtype: torch.dtype | str) -> None:
         )
 
 
+def dtype_named(dtype: torch.dtype | str) -> torch.dtype:
+    """Return a floating-point dtype, given itself or by its name."""
+    return FLOAT_DTYPES[dtype] if isinstance(dtype, str) else dtype
+
+
 # Not of paths: a file may have a name that is not UTF-8.
 Text = Annotated[str, _check_characters]
 AnyPath = Annotated[

@@ -8,7 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tl_coupling.arguments import Count, Positive, checked
+from tl_coupling.arguments import (
+    Count,
+    NamedFloatDtype,
+    Positive,
+    checked,
+    dtype_named,
+)
 from tl_coupling.blocks import Trace
 from tl_coupling.jacobians.budget import (
     Budget,
@@ -187,6 +193,7 @@ def plan(
     tokens: Count | None = None,
     *,
     memory: Memory | None = None,
+    dtype: NamedFloatDtype | None = None,
     max_memory: MemoryLimit | None = None,
     method: Method = "jacobians",
     rate: Positive | Literal["measured"] | None = None,
@@ -202,13 +209,14 @@ def plan(
         tokens: how long the prompt is; that of the trace by default, else 64.
         memory: how a model that is named would be loaded, `"resident"` in float32 by
             default.
+        dtype: of the weights of a model that is named, as for `load_model`.
         max_memory, method: as in `depth_coupling`.
         rate: Tflop/s of products of large float32 matrices, for an estimate of minutes;
             "measured" measures them, in less than a second, on the model's device (of a
             name, where `load_model` puts it). By default there are no minutes.
 
     Raises:
-        ValueError: `memory` for a model that is loaded, k out of range, a
+        ValueError: `memory` or `dtype` for a model that is loaded, k out of range, a
             `max_memory` that is too small.
         ModelError: an unknown name.
 
@@ -234,12 +242,15 @@ def plan(
         '0.6 seconds'
     """
     if isinstance(trace, str):
-        planned = _Planned.from_name(trace, is_streamed=memory == "stream")
+        planned = _Planned.from_name(
+            trace, memory == "stream", dtype_named(dtype or torch.float32)
+        )
         device = present_device(None)
         loaded_bytes = 0
-    elif memory is not None:
+    elif memory is not None or dtype is not None:
         raise ValueError(
-            "`memory` is for a model given by its name: a loaded one has its own"
+            "`memory` and `dtype` are for a model given by its name: a loaded one has "
+            "its own"
         )
     else:
         planned = _Planned.from_model(trace)
@@ -347,7 +358,7 @@ class _Planned:
     slowness_of_rows: float = _SLOWNESS_OF_ROWS
 
     @classmethod
-    def from_name(cls, name: str, is_streamed: bool) -> "_Planned":
+    def from_name(cls, name: str, is_streamed: bool, dtype: torch.dtype) -> "_Planned":
         """Return what a model's configuration says, which is all that is read of it."""
         model = empty_model(name)
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
@@ -364,10 +375,11 @@ class _Planned:
             d_model=_size_in(cfg, ("hidden_size",), default=0),
             n_pos=_DEFAULT_TOKENS,
             n_weights=_size(model),
-            # Weights of a named model are converted to float32 as they are read.
+            # Weights of a named model are converted to its dtype as they are read.
             is_streamed=is_streamed,
-            held_itemsize=4,
-            itemsize=4,
+            held_itemsize=dtype.itemsize,
+            # A model in 16 bits is linearised in float32.
+            itemsize=max(4, dtype.itemsize),
         )
 
     @classmethod

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tl_coupling.arguments import (
-    FLOAT_DTYPES,
     NamedFloatDtype,
     Text,
     checked,
+    dtype_named,
     made_by,
 )
 from tl_coupling.models.adapters import refuse_lone_adapter
@@ -140,7 +140,7 @@ def load_model(
         checkpoint=checkpoint,
         untrained=untrained,
         backend=backend,
-        dtype=FLOAT_DTYPES[dtype] if isinstance(dtype, str) else dtype,
+        dtype=dtype_named(dtype),
         memory=memory,
         quantization=quantization,
         trust_remote_code=trust_remote_code,

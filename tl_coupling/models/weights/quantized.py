@@ -60,8 +60,9 @@ def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
     if getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
             "bitsandbytes has rounded the scales of these 4-bit weights to bfloat16, as "
-            "it does when a model is run on this processor: load the model again, with "
-            "`tl_coupling.load_model`, which keeps them"
+            "it does when a model is first run on this processor, by whoever runs it: "
+            'load it by its name, as in `tl_coupling.load_model(name, quantization="nf4"'
+            ")`, which keeps them"
         )
     # A byte holds two numbers: a table of all pairs looks both up at once.
     pairs = torch.cartesian_prod(state.code.float(), state.code.float())
