@@ -507,6 +507,7 @@ def test_the_treatment_less_what_speed_does() -> None:
 def test_the_treatment_s_outcomes_follow_from_each_seed_s_losses() -> None:
     """Of the models that were trained once more, whose losses are committed."""
     page = (ROOT / "docs/findings/treatment.md").read_text().replace("−", "-")
+    words = " ".join(page.split())
     folder = RESULTS / "treatment" / "again"
     of = outcomes_of_seeds(folder / "seeds-little.csv")
     assert of["loss"].shape == (9, 7)
@@ -525,13 +526,17 @@ def test_the_treatment_s_outcomes_follow_from_each_seed_s_losses() -> None:
         "down - placebo down": ("down", "placebo down"),
         "down - twisted down": ("down", "twisted down"),
     }.items():
-        runs = [shortly(losses[arm] - losses[other]) for losses in (first, of["loss"])]
+        # The two primary contrasts hold together with 95 %.
+        level = 0.975 if "placebo" in row else 0.95
+        differences = [losses[arm] - losses[other] for losses in (first, of["loss"])]
+        runs = [shortly(difference, level) for difference in differences]
         assert cells_of(page, f"{row}, nine seeds") == runs
+        if row.startswith("up"):
+            moved = (differences[1] - differences[0]).abs().max()
+            assert f"by up to {moved:.3f}".replace("0.", ".") in words
     change = (of["loss"] - first).abs()
-    words = " ".join(page.split())
-    between = (
-        f"by {change.mean(axis=None):.3f} in the mean and {change.max(axis=None):.3f}"
-    )
+    mean, largest = change.mean(axis=None), change.max(axis=None)
+    between = f"by {mean:.3f} in the mean of absolute differences and {largest:.3f}"
     assert between.replace("0.", ".") in words
     by_arm = change.mean().sort_values()
     assert (by_arm.iloc[:-2] < 0.0025).all()
@@ -736,7 +741,10 @@ def by_octave(column: str) -> tuple[np.ndarray, np.ndarray, pandas.DataFrame]:
 
 def test_small_models_that_are_trained_on_stay_down() -> None:
     section = " ".join(
-        section_of("findings/training.md", "Trained on, small models stay down").split()
+        section_of(
+            "findings/training.md",
+            "Trained on, one small architecture's coupling stays down",
+        ).split()
     )
     for column, words in (
         ("coupling", "coupling changes by {}, so a rise of .05 is excluded"),
@@ -765,17 +773,33 @@ def test_small_models_that_are_trained_on_stay_down() -> None:
     assert f"between {first / 1e3:.0f} and {last / 1e3:.0f} thousand tokens" in section
     [path] = (RESULTS / "coupling_returns").glob("curves-*.csv")
     table = pandas.read_csv(path)
-    untrained = table.loc[table["step"] == 0, "coupling"].mean()
+    of_seeds_compared = table[table["role"] == "main"]
+    untrained = of_seeds_compared.loc[table["step"] == 0, "coupling"].mean()
     peak_mean, end = (f"{seeds[i].mean():.3f}".lstrip("0") for i in (peak, -1))
     assert f"({peak_mean}, untrained {untrained:.3f})".replace("0.", ".") in section
     chance = f"{table['chance'].iloc[0]:.3f}".lstrip("0")
-    assert f"lower by {fall} at the end ({end}, chance {chance})" in section
+    assert (
+        f"{fall} in the second half of the training ({end}, chance {chance})" in section
+    )
+    begin, stop = tokens.iloc[-1] / 1e6
+    assert f"mean of {begin:.1f} to {stop:.1f} million tokens over that of" in section
     begin, stop = tokens.loc[trough] / 1e6
     assert f"is at {begin:.1f} to {stop:.1f} million tokens" in section
     of_pythia = until / (128 * 1024 * 2048)
     assert f"million tokens are {of_pythia:.0%}".replace("%", " %") in section
     assert f"models' {table['step'].max():,} steps" in section
-    assert f"stay-down) up to {until / 1e6:.1f} million." in TEXT
+    # Within the last octave, and between the last two measurements.
+    of_step = of_seeds_compared.pivot(index="step", columns="seed")
+    last_octave = of_step["coupling"].loc[of_step.index > of_step.index[-1] / 2 * 1.01]
+    assert (last_octave.iloc[-1] < last_octave.iloc[0]).all()
+    last_change = last_octave.iloc[-1] - last_octave.iloc[-2]
+    interval = stats.ttest_1samp(last_change, 0).confidence_interval(0.95)
+    assert interval.low < 0 < interval.high
+    # Held-out losses are lowest at the end, and above those of training.
+    assert (of_step["loss_held_out"].idxmin() == of_step.index[-1]).all()
+    gap = (of_step["loss_held_out"] - of_step["loss_training"]).loc[last_octave.index]
+    assert f"{gap.mean(axis=None):.2f} above the training loss".lstrip("0") in section
+    assert f"stays-down) up to {until / 1e6:.1f} million." in TEXT
     # Each model's lowest held-out loss is its last.
     held_out = table.pivot(index="step", columns="seed", values="loss_held_out")
     assert (held_out.idxmin() == held_out.index[-1]).all()

@@ -305,7 +305,9 @@ def test_a_plan_of_a_name_a_model_and_a_trace(
     assert of_trace.jacobians == 4 * n * d * d
     assert of_trace.flops["pairs"] == 2 * n * n * (k * d * d + k * k * d)
     assert "weights, on disk" in str(of_trace)
-    with pytest.raises(ValueError, match="`memory` and `dtype` are for a model given by its"):
+    with pytest.raises(
+        ValueError, match="`memory` and `dtype` are for a model given by its"
+    ):
         tlc.plan(streamed, memory="stream")
     with pytest.raises(ValueError, match="`dtype` are for a model given by its name"):
         tlc.plan(streamed, dtype=torch.float32)
