@@ -94,8 +94,8 @@ def trace(
         tokenizer: of a HuggingFace model in memory; without it, give token ids. Others
             have theirs.
         prepend_bos: whether text gets a BOS token; `None` follows the tokenizer as it
-            was published, not TransformerLens, which may put one first. Tokens that the tokenizer appends are left off, except for
-            bidirectional models (BERT).
+            was published, not TransformerLens, which may put one first. Tokens that the
+            tokenizer appends are left off, except for bidirectional models (BERT).
         final_norm: include the model's final norm in the last block, as the paper's
             code does by reading HuggingFace's `hidden_states`. Changes the last block
             only, but greatly.
