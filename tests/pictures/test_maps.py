@@ -182,6 +182,17 @@ def test_the_null_is_marked_on_the_colour_bar():
     assert not colour_bar(plot_coupling(random_map(), k=4, vmax=0.1)).texts
 
 
+def test_several_maps_of_a_figure_share_a_colour_bar():
+    fig = Figure(figsize=(8, 4), layout="constrained")
+    row = list(fig.subplots(1, 2))
+    for ax, result in zip(row, (random_map(), random_map(seed=1)), strict=True):
+        plot_coupling(result, ax=ax, vmin=0, vmax=1, colorbar=False)
+    assert fig.axes == row
+    fig.colorbar(row[0].images[0], ax=row)
+    assert len(fig.axes) == 3
+    fig.draw_without_rendering()
+
+
 def test_one_scale_holds_several_maps():
     maps = [random_map(), random_map(seed=3)]
     assert color_scale(maps, 3) == (
@@ -325,6 +336,9 @@ def test_in_the_style_of_papers_figures_have_its_width_and_no_title():
     with paper_style(6.8):
         ax = plot_coupling(random_map(), untrained=random_map(seed=1))
         assert matplotlib.rcParams["font.size"] == 7
+        # Of the user's own figures as well.
+        assert matplotlib.rcParams["pdf.fonttype"] == 42
+    assert matplotlib.rcParams["pdf.fonttype"] == 3
     assert ax.figure.get_figwidth() == 6.8
     assert ax.get_title() == ""
     assert matplotlib.rcParams["font.size"] == 10

@@ -17,6 +17,7 @@ from tl_coupling.models.in_memory import copied_modules
 from tl_coupling.models.load_request import LoadRequest
 from tl_coupling.models.loaded import kind_of_config, reads_pixels
 from tl_coupling.models.made_of import MadeOf, paths_of
+from tl_coupling.models.module_state import packing_kept
 from tl_coupling.models.own_model import OwnModel
 from tl_coupling.models.tokenization import lacks_tokenizer, wordless_tokenizer
 from tl_coupling.models.untrained import fresh_model
@@ -223,7 +224,9 @@ class _BridgeLoading:
             merge_adapters(model)
         if is_second_time:
             return model
-        return quantized.packed_as_loaded(loaded.model)
+        for part, name, value in packing_kept(loaded.model):
+            setattr(part, name, value)
+        return loaded.model
 
 
 def _check_dtype_of_streamed(bridge: nn.Module, dtype: torch.dtype) -> None:

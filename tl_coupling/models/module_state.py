@@ -18,6 +18,8 @@ Change = tuple[object, str, object]
 # How HuggingFace's mixtures compute their experts; the public property beside it also
 # sets that of every other part.
 _EXPERTS = "_experts_implementation_internal"
+# Whether bitsandbytes has another layout for a layer on this processor.
+_HAS_OTHER_LAYOUT = "support_avx512bf16_for_cpu"
 # In which modules keep their buffers, parts and hooks.
 _DICTS = (dict, OrderedDict)
 # Attributes of a module that decide how it is called, beside its code.
@@ -49,6 +51,16 @@ def eager_experts(module: nn.Module, dtype: torch.dtype) -> Iterator[Change]:
         config = vars(part).get("config")
         if getattr(config, _EXPERTS, None) not in (None, "eager"):
             yield config, _EXPERTS, "eager"
+
+
+def packing_kept(module: nn.Module) -> Iterator[Change]:
+    """Yield changes that keep bitsandbytes from rewriting 4-bit weights in another
+    layout, and coarser, when the module is run.
+    """
+    for part in module.modules():
+        # Its kernels for AVX512 are for bfloat16.
+        if _HAS_OTHER_LAYOUT in vars(part):
+            yield part, _HAS_OTHER_LAYOUT, False
 
 
 # A mode, because it is the model's own code that writes.

@@ -20,6 +20,7 @@ from tl_coupling.models.module_state import (
     attributes_set,
     eager_experts,
     left_as_found,
+    packing_kept,
 )
 
 # The hook points that a model with its own modules has.
@@ -207,6 +208,7 @@ class OwnModel(nn.Module):
             left_as_found([given]),
             defaults_of_model(device, first.dtype),
             attributes_set(eager_experts(given, first.dtype)),
+            attributes_set(packing_kept(given)),
         ):
             if self.original_model.main_input_name == "pixel_values":
                 self(self._grey_image(device), return_type=None)

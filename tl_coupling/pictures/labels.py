@@ -100,6 +100,9 @@ _PAPER: Any = {
     "lines.linewidth": 0.8,
     "lines.markersize": 3,
     "savefig.dpi": 300,
+    # Letters of figures that are the user's own stay text as well.
+    "pdf.fonttype": 42,
+    "ps.fonttype": 42,
 }
 
 

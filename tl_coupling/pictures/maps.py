@@ -56,6 +56,7 @@ def plot_coupling(
     vmin: Finite | None = None,
     vmax: Finite | None = None,
     cmap: str | Colormap | None = None,
+    colorbar: bool = True,
     **options: Any,
 ) -> Axes:
     """Draw a measure of every pair of connections as a heat map.
@@ -76,6 +77,8 @@ def plot_coupling(
         vmin, vmax: ends of the colour scale; those of `color_scale([result], …)` by
             default.
         cmap: a colour map; matplotlib's default unless given.
+        colorbar: whether the colour bar is drawn; without it, several maps of one
+            figure can share a bar, with one `vmin` and `vmax`.
 
     Returns the Axes; the heat map is its only image. Raises ValueError for a k or
     measure that the map does not have, and for `ax` beside `untrained`.
@@ -89,7 +92,7 @@ def plot_coupling(
         if ax is not None:
             raise ValueError("two maps have a figure of their own: leave `ax` out")
         shown["untrained"] = untrained
-    axes = draw_maps(shown, k, measure, ax, vmin, vmax, cmap, **options)
+    axes = draw_maps(shown, k, measure, ax, vmin, vmax, cmap, colorbar, **options)
     return axes[0]
 
 
@@ -101,6 +104,7 @@ def draw_maps(
     vmin: float | None = None,
     vmax: float | None = None,
     cmap: str | Colormap | None = None,
+    colorbar: bool = True,
     **options: Any,
 ) -> list[Axes]:
     """Draw maps of the same connections side by side on one scale, each with its name.
@@ -144,6 +148,8 @@ def draw_maps(
         title = labels.map_heading([first], k)
         title = labels.with_numbers(title, f"{RANDOM_SUBSPACES} {null:.3f}")
         labels.entitle(figure, title)
+    if not colorbar:
+        return axes
     label = labels.short_measure(measure)
     if options:
         label = labels.measure_label(measure, k, **options)

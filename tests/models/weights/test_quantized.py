@@ -274,15 +274,50 @@ def test_a_model_that_the_user_quantised(
     assert trace.provenance["quantization"] == "nf4"
     again = tlc.trace(tlc.load_model(str(folder), quantization="nf4"), tiny.TOKENS)
     assert torch.equal(tlc.block_jacobians(trace), tlc.block_jacobians(again))
+    state = again.model.blocks[0].mlp.out.original_component.weight.quant_state
     # What bitsandbytes does on some processors, in the user's own forward pass.
-    again.model.blocks[
-        0
-    ].mlp.out.original_component.weight.quant_state.packing_format_for_cpu = True
+    state.packing_format_for_cpu = True
     with pytest.raises(
         ValueError,
         match="has rounded the scales of these 4-bit weights to bfloat16, as it does when",
     ):
         tlc.block_jacobian(again, 0)
+    # What it makes of them when the model is saved afterwards.
+    state.packing_format_for_cpu = False
+    state.absmax = state.absmax[None]
+    with pytest.raises(
+        ValueError, match="with their scales in another order: quantise"
+    ):
+        tlc.block_jacobian(again, 0)
+
+
+@needs_bitsandbytes
+def test_a_quantised_model_in_memory_keeps_its_packing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where bitsandbytes would rewrite its weights when it is first run."""
+    from bitsandbytes.nn import modules
+
+    def rewritten(*_: object) -> None:
+        raise AssertionError("the weights are rewritten")
+
+    # Not of versions that have one layout.
+    monkeypatch.setattr(
+        modules, "_convert_weight_packed_for_cpu", rewritten, raising=False
+    )
+    folder = saved("llama", tmp_path)
+    packed = huggingface(folder, "nf4")
+    layers = [part for part in packed.modules() if isinstance(part, modules.Linear4bit)]
+    assert layers
+    for part in layers:
+        part.support_avx512bf16_for_cpu = True
+    trace = tlc.trace(packed, tiny.TOKENS)
+    assert trace.provenance["quantization"] == "nf4"
+    by_name = tlc.trace(tlc.load_model(str(folder), quantization="nf4"), tiny.TOKENS)
+    torch.testing.assert_close(
+        tlc.block_jacobians(trace), tlc.block_jacobians(by_name), rtol=0, atol=1e-6
+    )
+    assert all(part.support_avx512bf16_for_cpu for part in layers)
 
 
 @needs_bitsandbytes

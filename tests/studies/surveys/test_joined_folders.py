@@ -3,6 +3,7 @@ measured at once.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,37 @@ def test_what_is_no_shard_is_refused(
     with pytest.raises(ValueError, match=message) as refused:
         tlc.open_survey([measured["a"], tmp_path])
     assert "\n" not in str(refused.value)
+
+
+def test_a_job_that_failed_is_said_and_the_others_are_joined(
+    models: dict[str, str], measured: dict[str, Path], tmp_path: Path
+) -> None:
+    """The others of one job array, or the one that is left of it."""
+    shutil.copytree(models["other"], tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"nothing")
+    damaged = {"damaged": str(tmp_path / "damaged")}
+    failed = tlc.Survey(damaged, PROMPTS, settings=SETTINGS)
+    with pytest.raises(tlc.ModelError, match="none of the 1 units could be measured"):
+        tlc.run_survey(failed, tmp_path / "failed", progress=False)
+    again = shutil.copytree(tmp_path / "failed", tmp_path / "again")
+    begun = [measured["c"], tmp_path / "failed"]
+    for shards in (begun, [measured["a"], measured["b"], *begun]):
+        with pytest.warns(
+            UserWarning,
+            match=rf"1 of {len(shards)} folders hold no finished .* first is .*failed,",
+        ):
+            joined = tlc.open_survey(shards)
+        of_others = tlc.open_survey(shards[:-1])
+        xarray.testing.assert_equal(joined, of_others)
+        (unit, error), *others = json.loads(joined.attrs["failed"]).items()
+        assert unit.startswith(f"{tmp_path / 'failed'}: damaged")
+        assert "could not load" in error
+        assert not others
+        assert json.loads(joined.attrs["missing"]) == [unit]
+    with pytest.raises(
+        ValueError, match=r"none of 2 folders, .*: run the surveys first"
+    ):
+        tlc.open_survey([tmp_path / "failed", again])
 
 
 def test_a_folder_given_twice_is_refused(measured: dict[str, Path]) -> None:

@@ -60,9 +60,13 @@ def dequantised(part: Any) -> Float[Tensor, "d_out d_in"]:
     if getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
             "bitsandbytes has rounded the scales of these 4-bit weights to bfloat16, as "
-            "it does when a model is first run on this processor, by whoever runs it: "
-            'load it by its name, as in `tl_coupling.load_model(name, quantization="nf4"'
-            ")`, which keeps them"
+            "it does when a model is run on this processor: load the model again, and "
+            "measure it before it is run"
+        )
+    if state.absmax.dim() != 1:
+        raise ValueError(
+            "these 4-bit weights were saved after bitsandbytes had run them on a CPU, "
+            "with their scales in another order: quantise the float checkpoint again"
         )
     # A byte holds two numbers: a table of all pairs looks both up at once.
     pairs = torch.cartesian_prod(state.code.float(), state.code.float())
@@ -242,17 +246,6 @@ def _bitsandbytes_config(quantization: Quantization, dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
-
-
-def packed_as_loaded(model: nn.Module) -> nn.Module:
-    """Keep bitsandbytes from rewriting the model's weights in another layout, and
-    coarser, when it is run; return the model.
-    """
-    for part in filter(is_packed, model.modules()):
-        # Its kernels for AVX512 are for bfloat16. Layers of 8 bits have none, and do
-        # not look.
-        vars(part)["support_avx512bf16_for_cpu"] = False
-    return model
 
 
 def has_foreign_weights(model: nn.Module) -> bool:

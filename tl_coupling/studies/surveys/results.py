@@ -57,7 +57,8 @@ def open_survey(folder: AnyPath | Sequence[AnyPath]) -> "xarray.Dataset":
     They are in memory unless they are larger than half of it. Several folders, the
     shards of a job array, are joined: surveys with the same settings, each of other
     models, checkpoints or prompts, which have ids of their own. Units are then named
-    with their folder. A warning counts models and prompts that no folder has together.
+    with their folder. Warnings count models and prompts that no folder has together, and
+    folders with nothing finished, which are left out.
 
     Returns:
         what `measure_prompts` gives, `[model checkpoint prompt …]`, and `[model
@@ -90,12 +91,43 @@ def open_survey(folder: AnyPath | Sequence[AnyPath]) -> "xarray.Dataset":
             raise ValueError(
                 f"`folder` must be different folders of surveys, got {list(folder)}"
             )
-        surveys = {name: _opened(results) for name, results in folders.items()}
-        if len(surveys) > 1:
-            plans = {name: results.plan for name, results in folders.items()}
-            return joined_folders(surveys, plans)
-        return next(iter(surveys.values()))
+        if len(folders) > 1:
+            return _joined(folders)
+        [folder] = folders
     return _opened(_folder_of_units(folder))
+
+
+def _joined(folders: Mapping[str, Folder]) -> "xarray.Dataset":
+    """Return the results in several folders, and warn of those that have none."""
+    finished = {name: finished_units(results) for name, results in folders.items()}
+    unfinished = [name for name, units in finished.items() if not units]
+    if len(unfinished) == len(folders):
+        raise ValueError(
+            f"none of {len(folders)} folders, the first is {unfinished[0]}, holds "
+            "finished results: run the surveys first"
+        )
+    surveys = {
+        name: _opened(results, finished[name])
+        for name, results in folders.items()
+        if finished[name]
+    }
+    plans = {name: results.plan for name, results in folders.items()}
+    data = joined_folders(surveys, plans)
+    if not unfinished:
+        return data
+    warn_caller(
+        f"{len(unfinished)} of {len(folders)} folders hold no finished results, the "
+        f"first is {unfinished[0]}, and means leave them out: run their surveys again "
+        "(attrs['failed'] has their errors)"
+    )
+    failed = json.loads(data.attrs["failed"])
+    missing = json.loads(data.attrs["missing"])
+    for name in unfinished:
+        errors = _errors(folders[name], set())
+        failed |= {f"{name}: {unit}": error for unit, error in errors.items()}
+        units = missing_units(folders[name], [], errors)
+        missing += [f"{name}: {unit}" for unit in units]
+    return data.assign_attrs(failed=json.dumps(failed), missing=json.dumps(missing))
 
 
 def _folder_of_units(folder: AnyPath) -> Folder:
@@ -111,9 +143,11 @@ def _folder_of_units(folder: AnyPath) -> Folder:
     return results
 
 
-def _opened(results: Folder) -> "xarray.Dataset":
+def _opened(
+    results: Folder, finished: Sequence[Unit] | None = None
+) -> "xarray.Dataset":
     """Return the results in one folder, and warn where units are missing."""
-    finished = finished_units(results)
+    finished = finished_units(results) if finished is None else finished
     if not finished:
         raise ValueError(
             f"{results.path} holds no finished results: run the survey first"
