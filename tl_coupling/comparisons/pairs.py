@@ -126,8 +126,8 @@ def depth_coupling(
             `metric`, which need J.
         TypeError: several traces.
 
-    Warns: where σ_k and σ_{k+1} are equal to rounding (the cut is then arbitrary);
-    where the model is narrower than the default k = 50.
+    Warns: where k is above a rank, or σ_k and σ_{k+1} are equal to rounding (the cut is
+    then arbitrary); where the model is narrower than the default k = 50.
 
     Cost: a Jacobian and an SVD for each layer, then `2 L² k d²` flops for the L²
     matrices A; memory for the Jacobians, `L d²` numbers, and A, `L² k²`. Of n tokens
