@@ -665,3 +665,7 @@ def test_the_advice_is_about_the_largest_part(
     last_line = str(large).splitlines()[-1]
     assert last_line.startswith("  does not fit in 1 GiB: ")
     assert advice in last_line
+    # Weights in 16 bits, whose blocks are copied, are not told to be.
+    is_told = "16 bits" in str(replace(large, block=2**20)).splitlines()[-1]
+    assert not is_told
+    assert ("16 bits" in last_line) == (part == "weights")

@@ -178,7 +178,10 @@ class Plan:
             "give `max_memory`, or a smaller `chunk_size`": self.working + self.block,
         }
         if not self.streamed:
-            remedy = 'load the model with `memory="stream"`, or a `dtype` of 16 bits'
+            remedy = 'load the model with `memory="stream"`'
+            # A block of weights in 16 bits is copied to be computed.
+            if not self.block:
+                remedy += ", or a `dtype` of 16 bits"
             sizes_by_remedy[remedy] = self.weights
         if not self.spilled:
             remedy = "give `max_memory`, which keeps Jacobians in a file"
