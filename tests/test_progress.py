@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tqdm import tqdm
+from tqdm.notebook import tqdm as tqdm_of_notebooks
 
 import tl_coupling as tlc
 from tl_coupling.progress import JoinedLoops, with_progress
@@ -231,3 +232,20 @@ def test_the_bar_of_nested_loops_goes_away_when_one_fails(monkeypatch, capsys) -
         fail_after_two_of_four()
     assert not tqdm._instances
     assert "2/4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "is_off"), [("1", True), ("0", False), (None, False)]
+)
+def test_bars_in_notebooks_are_off_where_those_of_tqdm_are(
+    value: str | None, is_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tqdm's bars in notebooks do not look at the variable, unlike those in terminals."""
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TQDM_DISABLE", value)
+    monkeypatch.setattr("tl_coupling.progress.is_watched", lambda: True)
+    monkeypatch.setattr("tl_coupling.progress.tqdm", tqdm_of_notebooks)
+    bar: Any = with_progress([1, 2, 3], None, "items")
+    assert bar.disable == is_off
+    assert list(bar) == [1, 2, 3]

@@ -1,5 +1,6 @@
 """Progress bars: the caller's own, or one in a terminal or notebook; lines in a log."""
 
+import os
 import sys
 import time
 from collections import deque
@@ -49,7 +50,9 @@ def with_progress(
         return _checked_items(_Loop(items), progress)
     if is_watched() and progress is not False:
         # A loop that is done within a second shows no bar.
-        return tqdm(items, desc=description, leave=False, delay=1)
+        # tqdm looks at this itself, but not in notebooks.
+        is_off = os.environ.get("TQDM_DISABLE", "") not in ("", "0")
+        return tqdm(items, desc=description, leave=False, delay=1, disable=is_off)
     return log_progress(items, description) if progress is True else items
 
 

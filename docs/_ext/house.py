@@ -18,7 +18,7 @@ MIDDLES = {
     "studies.redundancy": 360,
     "studies.generalization": 151,
     "studies.surveys": 359,
-    "pictures": 256,
+    "pictures": 249,
     "interactive": 147,
     "report": 40,
     "portraits": 446,
