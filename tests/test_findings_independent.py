@@ -531,9 +531,6 @@ def test_the_treatment_s_outcomes_follow_from_each_seed_s_losses() -> None:
         differences = [losses[arm] - losses[other] for losses in (first, of["loss"])]
         runs = [shortly(difference, level) for difference in differences]
         assert cells_of(page, f"{row}, nine seeds") == runs
-        if row.startswith("up"):
-            moved = (differences[1] - differences[0]).abs().max()
-            assert f"by up to {moved:.3f}".replace("0.", ".") in words
     change = (of["loss"] - first).abs()
     mean, largest = change.mean(axis=None), change.max(axis=None)
     between = f"by {mean:.3f} in the mean of absolute differences and {largest:.3f}"

@@ -58,8 +58,8 @@ def check_cut(S: Float[Tensor, "n n_singular"], k: int, names: list[str]) -> Non
     rounding = 10 * torch.finfo(S.dtype).eps * S[:, 0]
     ranks = (S - rounding[:, None] > 0).sum(-1)
     # The vectors of a single one that is 0 are known but for their signs.
-    known = ranks if k < n_singular else ranks + 1
-    is_beyond_rank = known < k
+    n_known = ranks if k < n_singular else ranks + 1
+    is_beyond_rank = n_known < k
     if is_beyond_rank.any():
         beyond = ", ".join(itertools.compress(names, is_beyond_rank.tolist()))
         rank = int(ranks.min())
