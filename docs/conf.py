@@ -91,6 +91,8 @@ ogp_image_alt = "Coupling between every two layers, trained and untrained"
 ogp_social_cards = {"enable": False}
 ogp_enable_meta_description = True
 ogp_custom_meta_tags = ['<meta name="twitter:card" content="summary_large_image">']
+# Functions before the methods of the same name.
+html_search_scorer = str(HERE / "search_scorer.js")
 html_css_files = ["site.css"]
 html_js_files = [("gallery.js", {"defer": "defer"})]
 html_show_copyright = False

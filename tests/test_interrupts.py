@@ -15,9 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
 import xarray
 
 from forking import check_child
+from tl_coupling.cli.console import work_in
 from tl_coupling.files import write_atomically
 from tl_coupling.interrupts import interrupts_held
 from tl_coupling.studies.surveys.executors import process_pool
@@ -253,6 +255,28 @@ def test_a_command_without_units_says_what_it_has_written(
         "the same command does all of it" in output
     )
     assert len(written) == 1
+
+
+def test_a_survey_that_is_stopped_after_its_last_unit_names_the_folder_of_units(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Units are in a folder of the output; those of an earlier run are not named."""
+    old = tmp_path / "figures" / "before.png"
+    old.parent.mkdir()
+    old.touch()
+    os.utime(old, (0, 0))
+    finished = tmp_path / "units" / "tiny" / "step0.nc"
+
+    def measure_and_stop() -> None:
+        with work_in(tmp_path):
+            finished.parent.mkdir(parents=True)
+            finished.touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit):
+        measure_and_stop()
+    error = capsys.readouterr().err
+    assert f"interrupted: {tmp_path} has units of this run" in error
 
 
 UNITS = [Unit(f"unit-{i}", {"number": i}) for i in range(6)]

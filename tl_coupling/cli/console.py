@@ -230,17 +230,20 @@ def _what_was_written(work: Work) -> str:
 
 
 def _written_since(start: float, folder: Path) -> str:
-    """Say which files in the folder are of this run."""
+    """Say which files and folders in the folder are of this run."""
     # A dot in front is that of a file which was being written.
     paths = folder.glob("[!.]*") if folder.is_dir() else ()
-    names = sorted(
-        path.name
-        for path in paths
-        if path.is_file() and path.stat().st_mtime >= start - _CLOCK_SECONDS
-    )
+    since = start - _CLOCK_SECONDS
+    names = sorted(path.name for path in paths if _has_files_since(since, path))
     if not names:
         return "nothing was written"
     return f"{folder} has {', '.join(names)} of this run"
+
+
+def _has_files_since(since: float, path: Path) -> bool:
+    """Return whether a file, or any file in a folder, was written since a time."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return any(file.is_file() and file.stat().st_mtime >= since for file in files)
 
 
 def file_stem(name: str, role: str) -> str:
