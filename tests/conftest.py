@@ -29,6 +29,7 @@ if importlib.metadata.version("transformer-lens").startswith("4."):
 _HUB = tempfile.TemporaryDirectory(prefix="tl_coupling_hub_")
 os.environ |= {"HF_HOME": _HUB.name, "HF_HUB_OFFLINE": "1"}
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -45,6 +46,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Threads that wait for each other in operations of a microsecond cost far more than
 # they save.
 torch.set_num_threads(1)
+
+# An example that takes long on a busy machine has not failed.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 DATA = Path(__file__).parent / "data"
 

@@ -205,7 +205,7 @@ def test_swapped_orientation_is_the_other_one_of_the_transposes():
     k=st.integers(1, D),
     orientation=st.sampled_from(["ujv", "vju"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_measures_are_the_formulae_and_within_bounds(seed, k, orientation):
     J_1, J_2 = random_pair(seed)
     S = torch.linalg.svdvals(J_1)
@@ -226,7 +226,7 @@ def test_measures_are_the_formulae_and_within_bounds(seed, k, orientation):
     signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=D, max_size=D),
     orientation=st.sampled_from(["ujv", "vju"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_joint_sign_flips_change_no_measure(seed, signs, orientation):
     J_1, J_2 = random_pair(seed)
     spectrum = tlc.svd(J_2)
@@ -241,7 +241,7 @@ def test_joint_sign_flips_change_no_measure(seed, signs, orientation):
 
 
 @given(seed=st.integers(0, 2**16), orientation=st.sampled_from(["ujv", "vju"]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_change_of_basis_of_the_residual_stream_changes_no_measure(seed, orientation):
     J_1, J_2 = random_pair(seed)
     Q = torch.from_numpy(haar(D, np.random.default_rng(seed)))
@@ -287,7 +287,7 @@ def test_rotations_within_the_subspaces_change_all_but_the_captured_energy():
 
 
 @given(seed=st.integers(0, 2**16), c=st.floats(1e-3, 1e3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_scale(seed, c):
     """m is in J's units; the others are ratios: a gain common to A and S leaves them,
     and so does any gain of m̃.

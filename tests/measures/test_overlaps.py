@@ -26,7 +26,7 @@ def numpy_overlap(J_1: np.ndarray, J_2: np.ndarray, k: int) -> float:
     return float(np.sqrt(eigenvalues).sum() / lengths)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), k=st.integers(1, 7))
 def test_overlap_is_numpys_within_bounds_and_blind_to_signs(seed, k):
     generator = torch.Generator().manual_seed(seed)

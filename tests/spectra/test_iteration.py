@@ -143,7 +143,7 @@ def test_float64_has_the_accuracy_of_float64(name, way):
     krylov=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_shape_and_decay(n, more, wide, k, decay, repeats, rank, krylov, seed):
     sigma = np.arange(1, n + 1).repeat(repeats)[:n] ** -decay * (np.arange(n) < rank)
     J = torch.from_numpy(

@@ -98,7 +98,7 @@ def joined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 FLOATS = TABLE.astype({name: float for name in TABLE.select_dtypes("int")})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(numbers)
 def test_numbers_are_what_pandas_makes_of_them(expression: str) -> None:
     expected = FLOATS.eval(expression, engine="python")
@@ -107,7 +107,7 @@ def test_numbers_are_what_pandas_makes_of_them(expression: str) -> None:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.recursive(comparisons, joined, max_leaves=5))
 def test_queries_are_what_pandas_makes_of_them(expression: str) -> None:
     expected = FLOATS.eval(expression, engine="python")

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 seeds = st.integers(0, 2**32 - 1)
 batches = st.sampled_from([(), (1,), (3,), (2, 3)])
 

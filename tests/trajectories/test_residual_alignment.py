@@ -212,7 +212,7 @@ def test_measures_of_a_matrix_entry_by_entry():
 seeds = st.integers(0, 2**16)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds, k=st.integers(1, D))
 def test_measures_do_not_depend_on_signs_basis_or_scale(seed, k):
     J, Q = gaussian(2, D, D, seed=seed), orthogonal(seed=seed + 1)
@@ -247,7 +247,7 @@ def test_measures_do_not_depend_on_signs_basis_or_scale(seed, k):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=seeds)
 def test_rotations_inside_a_repeated_singular_value_change_vectors_and_not_subspaces(
     seed,
@@ -301,7 +301,7 @@ def test_null_is_that_of_transformerlens_projection_kernel():
 # The energy beyond a rank
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=seeds, rank=st.integers(1, D))
 def test_tail_energy_is_what_the_nearest_matrix_of_that_rank_leaves_out(seed, rank):
     J = gaussian(D, D, seed=seed)
