@@ -94,7 +94,7 @@ ogp_custom_meta_tags = ['<meta name="twitter:card" content="summary_large_image"
 # Functions before the methods of the same name.
 html_search_scorer = str(HERE / "search_scorer.js")
 html_css_files = ["site.css"]
-html_js_files = [("gallery.js", {"defer": "defer"})]
+html_js_files = [("gallery.js", {"defer": "defer"}), ("names.js", {"defer": "defer"})]
 html_show_copyright = False
 html_theme_options = {
     "footer_icons": [

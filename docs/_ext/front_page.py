@@ -83,7 +83,9 @@ def front_page() -> str:
 def _room(room: str) -> str:
     """Return what a room is, and those of its names that are not in the first table."""
     text = heading(room, "~")
-    text += f"{first_paragraph(ROOMS[room])} `tl_coupling.{room}`\n\n"
+    # Where a room's names come from is on its own page.
+    purpose = first_paragraph(ROOMS[room]).partition(": public names of")[0].rstrip(".")
+    text += f"{purpose}: `tl_coupling.{room}`\n\n"
     if top := [name for name in at_the_top(room) if name not in FRONT]:
         text += table(top, tl_coupling)
     if own := in_the_room(room):

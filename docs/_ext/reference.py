@@ -36,7 +36,10 @@ from names import (
 )
 
 # What base classes from elsewhere bring is documented there.
-FOREIGN = "object, tuple, RuntimeError, ValueError, Exception, BaseException, Executor"
+FOREIGN = (
+    "object, tuple, RuntimeError, ValueError, Exception, BaseException, Executor, "
+    "TrainerCallback, RenderedHTML"
+)
 # Stands for ", " until the docstrings are read: Sphinx splits names at commas.
 JOINED = "\N{INVISIBLE SEPARATOR}"
 
@@ -259,6 +262,16 @@ def several_names(
         )
 
 
+def whole_first_lines(
+    app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
+    """Keep `What it is: its values` one sentence: in the first line of a property,
+    napoleon takes what stands before a colon for a type.
+    """
+    if what in ("attribute", "property"):
+        lines.insert(0, "")
+
+
 def part_names(app: Sphinx, doctree: nodes.document) -> None:
     for text in list(doctree.findall(nodes.Text)):
         if JOINED in text:
@@ -387,6 +400,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("autodoc-skip-member", skip_fields)
     # Before napoleon reads them.
     app.connect("autodoc-process-docstring", several_names, priority=400)
+    app.connect("autodoc-process-docstring", whole_first_lines, priority=400)
     app.connect("doctree-read", part_names)
     app.connect("doctree-read", unlink_arguments)
     app.connect("missing-reference", resolve)

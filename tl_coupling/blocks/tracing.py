@@ -173,7 +173,7 @@ def trace_modules(
     str_tokens: Sequence[str] | None = None,
     dtype: FloatDtype | None = None,
 ) -> Trace:
-    """Trace any residual network: timm, plain PyTorch, HuggingFace's own modules, ….
+    """Trace any residual network, such as timm's, HuggingFace's or plain PyTorch.
 
     What can be measured of a `Trace` can be measured of this one, but for logits. The
     Jacobians pass the same checks; they are computed on the full sequence where nothing

@@ -76,7 +76,8 @@ def block_spectrum(
 
     Raises:
         ValueError: k outside `[1, d_model]`, a layer or position out of range.
-        As `block_jacobian`, where the block is not the function that was traced.
+
+    Raises as `block_jacobian` where the block is not the function that was traced.
 
     Cost: `2 (k + min(8, k + 1))` products for each step, usually about ten steps; J
     itself takes `d_model` of them, or, where its block is linear in parts, less

@@ -58,7 +58,14 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
     # `nonzero` gives rows first; in the picture these are y.
     axes[2].scatter(columns, rows, s=4, color="black", linewidths=0)
     labels.entitle(axes[2], "second − first")
-    fig.colorbar(image, ax=axes[2], label="difference", aspect=18, **bar_options)
+    difference_bar = fig.colorbar(
+        image, ax=axes[2], label="difference", aspect=18, **bar_options
+    )
+    # A third of the width has room for three numbers.
+    marked = [-largest, 0, largest]
+    difference_bar.set_ticks(
+        marked, labels=[labels.signed(value, ".2g") for value in marked]
+    )
     for ax in axes:
         _name_layers(ax, comparison)
     axes[0].set_ylabel("whose Jacobian (layer)")
@@ -83,5 +90,5 @@ def _format_difference(comparison: Comparison) -> str:
 def _name_layers(ax: Axes, comparison: Comparison) -> None:
     ax.patch.set(**_HATCHED)
     ax.set_xlabel("whose singular\nvectors (layer)")
-    labels.name_ticks(ax.xaxis, comparison.col_layers, labels.MAX_LAYER_TICKS // 2)
-    labels.name_ticks(ax.yaxis, comparison.row_layers, labels.MAX_LAYER_TICKS // 2)
+    labels.name_ticks(ax.xaxis, comparison.col_layers, labels.MAX_TICKS_BELOW)
+    labels.name_ticks(ax.yaxis, comparison.row_layers, labels.MAX_TICKS_BESIDE)

@@ -38,6 +38,8 @@ _COLORS = {
 _MOST_SCALES = 4
 # The longest names of controls are written on two lines.
 _LONGEST_NAME = 24
+# How much lower the draws of a control are than their mean, of the height of a row.
+_BELOW_THE_MEAN = 0.3
 
 
 @checked
@@ -148,9 +150,9 @@ def _draw_differences(ax: Axes, controls: "pandas.DataFrame", name: str) -> None
 def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
     """Draw what a model loses without a subspace, beside its controls.
 
-    A row for each: the mean change in loss with its 95 % t interval over prompts, and a
-    grey dot for each draw of a control. On the right, the share of the energy that was
-    removed.
+    A row for each: the mean change in loss with its 95 % t interval over prompts, and
+    below it a grey dot for each draw of a control. On the right, the share of the
+    energy that was removed.
 
     Args:
         result: what `directions.ablate` returned.
@@ -170,7 +172,8 @@ def plot_ablation(result: Ablation, *, ax: Axes | None = None) -> Axes:
         drawn = result.draws(line["kind"])
         # The subspace itself is no draw: a single dot would lie under its own mean.
         if len(drawn) > 1:
-            ax.plot(drawn, np.full(len(drawn), row), "o", color="0.75", markersize=4)
+            height = row + _BELOW_THE_MEAN
+            ax.plot(drawn, np.full(len(drawn), height), "o", color="0.6", markersize=3)
         _note(ax, row, f"{line['removed']:.1%} removed")
     names = [fill(_names(result)[kind], _LONGEST_NAME) for kind in table["kind"]]
     _draw_kinds(ax, table, names)

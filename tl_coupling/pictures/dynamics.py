@@ -115,9 +115,9 @@ def plot_product_map(result: ProductMap, *, fig: Figure | None = None) -> Figure
     ]
     for ax, (values, words, colors) in zip(panels, images, strict=True):
         image = ax.imshow(values, origin="lower", **colors)
-        fig.colorbar(image, ax=ax, label=f"{words} (nats)")
-        labels.name_ticks(ax.xaxis, result.layers, labels.MAX_LAYER_TICKS // 2)
-        labels.name_ticks(ax.yaxis, result.layers, labels.MAX_LAYER_TICKS // 2)
+        fig.colorbar(image, ax=ax, label=f"{words} (nats)", location="bottom")
+        labels.name_ticks(ax.xaxis, result.layers, labels.MAX_TICKS_BELOW)
+        labels.name_ticks(ax.yaxis, result.layers, labels.MAX_TICKS_BESIDE)
         ax.set(xlabel="first block", ylabel="last block")
     labels.entitle(
         fig,

@@ -80,6 +80,9 @@ BELOW: dict[str, Any] = {
 }
 # As many as have room along a side of a map at the sizes used here.
 MAX_LAYER_TICKS = 16
+# Beside one or two other maps, along the side and below.
+MAX_TICKS_BESIDE = 8
+MAX_TICKS_BELOW = 5
 MAX_TOKEN_TICKS = 20
 _LONGEST_PROMPT = 48
 

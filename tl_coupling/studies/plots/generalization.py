@@ -191,7 +191,9 @@ def _name_null_at_the_edge(ax: Axes, nulls: Float[np.ndarray, " n_nulls"]) -> No
     else:
         place, side, text = 0.99, "right", f"{text} ▸"
     words: dict[str, Any] = {"fontsize": "small", "color": "0.3", "va": "bottom"}
-    ax.text(place, 0.01, text, ha=side, transform=ax.transAxes, **words)
+    # A band may end behind it.
+    words["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+    ax.text(place, 0.02, text, ha=side, transform=ax.transAxes, **words)
 
 
 @checked

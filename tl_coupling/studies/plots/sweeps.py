@@ -169,7 +169,7 @@ def plot_coupling_strip(
     k = _common_k({"data": data}, k, measured)
     steps, maps = _maps(data, checkpoints, k, measured)
     # One set of axes: panels are compared cell by cell.
-    fig, grid = _grid(len(steps), 1.5, 1.65, fig, shared=True)
+    fig, grid = _grid(len(steps), 1.5, 1.4, fig, shared=True)
     cmap = colormaps.get_cmap(rcParams["image.cmap"]).with_extremes(
         bad=labels.UNDEFINED
     )
@@ -291,6 +291,8 @@ def plot_adjacency_strip(
     for ax, step, panel in zip(grid.flat, steps, pairs, strict=False):
         arcs = draw_arcs(ax, layers, panel, full, most_ticks=6)
         ax.set_title(_step_name(step), fontsize="small")
+        # Below each: a title without them would seem to belong to the panel above it.
+        ax.tick_params(labelbottom=True)
     # Room for the highest arc of any panel.
     every_pair = [pair for panel in pairs for pair in panel]
     furthest = max((abs(i - j) for _, i, j in every_pair), default=1)
