@@ -40,6 +40,8 @@ FOREIGN = (
     "object, tuple, RuntimeError, ValueError, Exception, BaseException, Executor, "
     "TrainerCallback, RenderedHTML"
 )
+# Names of `training` that columns of tables elsewhere have as well.
+COLUMNS = {"coupling", "measure"}
 # Stands for ", " until the docstrings are read: Sphinx splits names at commas.
 JOINED = "\N{INVISIBLE SEPARATOR}"
 
@@ -379,11 +381,12 @@ def _above(node: nodes.Node) -> Iterator[nodes.Node]:
 
 def unlink_arguments(app: Sphinx, doctree: nodes.document) -> None:
     """Leave an argument that is called like a public name, such as `trace`, without a
-    link to it.
+    link to it, and so a column of a table.
     """
+    columns = set() if app.env.docname.startswith("api/training") else COLUMNS
     for described in doctree.findall(addnodes.desc):
         parameters = list(described.findall(addnodes.desc_parameter))
-        names = {
+        names = columns | {
             name.astext()
             for one in parameters
             for name in one.findall(addnodes.desc_sig_name)

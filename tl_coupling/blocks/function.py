@@ -404,7 +404,9 @@ class BlockFunction(CheckedBlock):
         `function(*rows, record)` is `f(X)[t2]` where X has these rows at `t1s`; the
         record is the one that is being made, and says what is constant. The context
         holds keys and values of the rows that act on t2, without its own; a call of the
-        function sets `context.attended`. `is_apart` as in `_record`.
+        function sets `context.attended`. If `is_apart`, keys and values of the input
+        rows are added to attention's two products as terms of their own; if not, they
+        are written among the others.
         """
         others = [t1 for t1 in t1s if t1 != t2]
         other_rows = self._rows_in(keys_and_values, others, t2)
