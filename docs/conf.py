@@ -45,6 +45,7 @@ extensions = [
     "atlas_page",
     "reference",
     "whole_words",
+    "indices",
 ]
 exclude_patterns = ["_build", "_made", "_ext"]
 nitpicky = True
