@@ -62,7 +62,7 @@ def plot_comparison(comparison: Comparison, *, fig: Figure | None = None) -> Fig
         image, ax=axes[2], label="difference", aspect=18, **bar_options
     )
     # A third of the width has room for three numbers.
-    marked = [-largest, 0, largest]
+    marked = [-largest, 0.0, largest]
     difference_bar.set_ticks(
         marked, labels=[labels.signed(value, ".2g") for value in marked]
     )
