@@ -44,6 +44,8 @@ FOREIGN = (
 COLUMNS = {"coupling", "measure"}
 # Stands for ", " until the docstrings are read: Sphinx splits names at commas.
 JOINED = "\N{INVISIBLE SEPARATOR}"
+# Stands for ": " as long, for napoleon splits properties there.
+COLON = "\N{INVISIBLE PLUS}"
 
 
 def write_pages(app: Sphinx) -> None:
@@ -270,14 +272,15 @@ def whole_first_lines(
     """Keep `What it is: its values` one sentence: in the first line of a property,
     napoleon takes what stands before a colon for a type.
     """
-    if what in ("attribute", "property"):
-        lines.insert(0, "")
+    if what in ("attribute", "property") and lines:
+        lines[0] = lines[0].replace(": ", COLON)
 
 
 def part_names(app: Sphinx, doctree: nodes.document) -> None:
     for text in list(doctree.findall(nodes.Text)):
-        if JOINED in text:
-            text.parent.replace(text, nodes.Text(text.replace(JOINED, ", ")))
+        parted = text.replace(JOINED, ", ").replace(COLON, ": ")
+        if parted != text:
+            text.parent.replace(text, nodes.Text(parted))
 
 
 # Links.

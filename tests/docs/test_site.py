@@ -184,6 +184,17 @@ def test_parameters_with_one_description_are_one_entry():
     assert "<strong>checkpoints, k, measure</strong> – as in" in text
 
 
+def test_no_property_is_cut_at_a_colon():
+    """Napoleon takes what stands before it for a type."""
+    reference = [page for page in PAGES if page.startswith("api/")]
+    assert len(reference) > 50
+    assert not [
+        page
+        for page in reference
+        if '<dt class="field-odd">Type<' in (SITE / page).read_text()
+    ]
+
+
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_navigation(visit, width):
     driver = visit("index.html", width)
