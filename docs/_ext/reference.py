@@ -44,7 +44,7 @@ FOREIGN = (
 COLUMNS = {"coupling", "measure"}
 # Stands for ", " until the docstrings are read: Sphinx splits names at commas.
 JOINED = "\N{INVISIBLE SEPARATOR}"
-# Stands for ": " as long, for napoleon splits properties there.
+# Stands for a colon as long, for napoleon splits properties there.
 COLON = "\N{INVISIBLE PLUS}"
 
 
@@ -273,12 +273,12 @@ def whole_first_lines(
     napoleon takes what stands before a colon for a type.
     """
     if what in ("attribute", "property") and lines:
-        lines[0] = lines[0].replace(": ", COLON)
+        lines[0] = lines[0].replace(": ", f"{COLON} ")
 
 
 def part_names(app: Sphinx, doctree: nodes.document) -> None:
     for text in list(doctree.findall(nodes.Text)):
-        parted = text.replace(JOINED, ", ").replace(COLON, ": ")
+        parted = text.replace(JOINED, ", ").replace(COLON, ":")
         if parted != text:
             text.parent.replace(text, nodes.Text(parted))
 

@@ -195,6 +195,20 @@ def test_no_property_is_cut_at_a_colon():
     ]
 
 
+def test_long_names_break_between_words(visit):
+    driver = visit("api/redundancy/index.html", NARROW)
+    lines_of_words = driver.execute_script(
+        "return [...document.querySelectorAll('dt.sig .sig-name .pre')].map(name => "
+        "[name.getClientRects().length, ...[...name.childNodes].filter(part => "
+        "part.nodeType == Node.TEXT_NODE).map(part => { const range = "
+        "document.createRange(); range.selectNode(part); "
+        "return range.getClientRects().length; })])"
+    )
+    # `redundancy_correlations` is longer than a line, no word of it is.
+    assert any(lines > 1 for lines, *_ in lines_of_words)
+    assert all(set(of_words) == {1} for _, *of_words in lines_of_words)
+
+
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 def test_navigation(visit, width):
     driver = visit("index.html", width)
