@@ -45,7 +45,7 @@ COLUMNS = {"coupling", "measure"}
 # Stands for ", " until the docstrings are read: Sphinx splits names at commas.
 JOINED = "\N{INVISIBLE SEPARATOR}"
 # Stands for a colon as long, for napoleon splits properties there.
-COLON = "\N{INVISIBLE PLUS}"
+COLON = "\N{FULLWIDTH COLON}"
 
 
 def write_pages(app: Sphinx) -> None:
