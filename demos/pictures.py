@@ -196,8 +196,8 @@ def rotation() -> Figure:
     title = "What rotated blocks cost, by angle"
     small = (
         "Where reads turn, one rotation for all blocks costs · less than one each, to "
-        "45° · writes alone: no difference seen at 10°, · more at 20° and 90°, less at "
-        f"45° · SmolLM2-135M, {n_texts} texts, 95 % t intervals"
+        "45° · writes alone: nothing shown at 10° and 20°, · less at 45°, more at 90° "
+        f"(by Holm) · SmolLM2-135M, {n_texts} texts, 95 % t intervals"
     )
     labels.entitle(figure, f"{title}\n{small}")
     return figure

@@ -79,7 +79,7 @@ BELOW: dict[str, Any] = {
     "fontsize": "small",
 }
 # As many as have room along a side of a map at the sizes used here.
-MAX_LAYER_TICKS = 16
+MAX_LAYER_TICKS = 10
 # Beside one or two other maps, along the side and below.
 MAX_TICKS_BESIDE = 8
 MAX_TICKS_BELOW = 5

@@ -97,10 +97,7 @@ def plot_precision(
     gains.set(xlabel="layer", ylabel="largest σ, |change| (%)", yscale="log")
     for ax in (overlap, gains):
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    handles, names = gains.get_legend_handles_labels()
-    labels.plain_legend(
-        fig, handles, names, loc="outside lower center", ncols=len(precisions)
-    )
+    labels.legend_below(fig, gains, overlap)
     plural = "s" if len(precisions) > 1 else ""
     title = f"Weights at {len(precisions)} precision{plural} against {reference}"
     title = labels.heading(title, [{"model": data.attrs["model"]}])
@@ -145,7 +142,6 @@ def _label_overlap(ax: Axes, k: int, null: float) -> None:
     # precisions.
     ax.plot([], [], "-", color="0.3", label="left singular vectors")
     ax.plot([], [], "--", color="0.3", label="right singular vectors")
-    labels.plain_legend(ax, **labels.ABOVE)
 
 
 def _draw_dots(

@@ -160,7 +160,7 @@ def plot_redundancy(
         columns[1] if is_log and highest > 10 * lowest else columns[1] + columns[2]
     )
     for ax in few_ticks:
-        ax.xaxis.set_major_locator(MaxNLocator(3))
+        ax.xaxis.set_major_locator(MaxNLocator(2))
     for ax in fig.axes:
         ax.tick_params(labelsize="small")
     labels.legend_below(fig, columns[1][0])
@@ -247,11 +247,9 @@ def _draw_means(
 
 def _make_logarithmic(ax: Axes) -> None:
     ax.set_xscale("log")
-    # Over a decade or two, names of all minor ticks would overlap.
+    # Names of other ticks than powers of ten would overlap.
     ax.xaxis.set(
-        major_locator=LogLocator(subs=(1.0, 3.0)),
-        major_formatter="{x:g}",
-        minor_formatter="",
+        major_locator=LogLocator(), major_formatter="{x:g}", minor_formatter=""
     )
 
 
