@@ -30,7 +30,6 @@ _LEAST_SCALE = 0.12
 # The most rows of a matrix that are drawn unless the caller asks for more.
 _LARGEST_PANEL = 20
 # Two maps side by side have half of the page each.
-_MOST_LAYERS_OF_TWO = 8
 _MOST_TOKENS_OF_TWO = 9
 _LONGEST_SIDE_OF_TWO = 16
 # Beside two maps a colour bar would take the width that they need.
@@ -523,7 +522,9 @@ def _name_sides(
         places = drawn_places or all_places
         if is_depth:
             names: list[Any] = list(places)
-            max_ticks = labels.MAX_LAYER_TICKS if n_maps == 1 else _MOST_LAYERS_OF_TWO
+            max_ticks = (
+                labels.MAX_LAYER_TICKS if n_maps == 1 else labels.MAX_TICKS_BESIDE
+            )
         else:
             names = [labels.token_name(result.provenance, place) for place in places]
             max_ticks = labels.MAX_TOKEN_TICKS if n_maps == 1 else _MOST_TOKENS_OF_TWO
